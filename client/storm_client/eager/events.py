@@ -45,6 +45,8 @@ class RecordedValue:
     """Whether an operation known to autograd made it: then its changes are counted."""
     made_by: str = ""
     """The name of its node in the graph; empty where no operation made it."""
+    is_made_inside: bool = False
+    """Whether a function of the step returned it, with or without a gradient."""
     operation: str = ""
     """The function's name; empty where it is not known, or cannot be recomputed."""
     is_expensive: bool = False
@@ -110,6 +112,7 @@ class RecordedValue:
             seconds=self.seconds,
             uses=self.uses,
             is_given=not (self.operation or self.made_by),
+            is_made_inside=self.is_made_inside,
             parameter_bytes=self.parameter_bytes,
             gathered_bytes=self.gathered_bytes,
             is_cached=self.is_cached,

@@ -339,6 +339,7 @@ class Recording:
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
         casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
+        self._values.made_inside(outputs)
         if not large and step.values:
             # Not `isinstance`: it reads an attribute, which would compute a deferred copy.
             read = [one for one in call.tensors() if issubclass(type(one), torch.nn.Parameter)]

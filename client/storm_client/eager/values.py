@@ -106,6 +106,8 @@ class Values:
         self._tracked: dict[int, TrackedStorage] = {}
         self._readers: dict[int, tuple[torch.Tensor, RecordedValue]] = {}
         """By a parameter's identity: the parameter, and the last value made from it."""
+        self._made: set[int] = set()
+        """Addresses of the storages without gradients that functions of the step have returned."""
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
         """Keep or offload a value from which others are recomputed; return the packed value."""
@@ -120,6 +122,7 @@ class Values:
                 value.gathered_bytes += parameter.nbytes
         self._tracked.clear()
         self._readers.clear()
+        self._made.clear()
         self.pins = Pins()
 
     def find(
@@ -139,6 +142,7 @@ class Values:
             device=tensor.device,
             is_result=is_result(tensor),
             made_by="" if node is None else node.name(),
+            is_made_inside=storage._cdata in self._made,
             place=self._place(number),
         )
         return self._track(self._step.add(value), storage, version)
@@ -317,6 +321,12 @@ class Values:
             return False  # it has no version
         # Copied or restored tensors are in PyTorch's own memory, and kernels depend on alignment.
         return not storage.data_ptr() % ALIGNMENT_BYTES
+
+    def made_inside(self, outputs: Iterable[Any]) -> None:
+        """Record that a function of the step has returned these."""
+        for output in outputs:
+            if is_plain(output) and not output.requires_grad and output.nbytes >= self._min_bytes:
+                self._made.add(output.untyped_storage()._cdata)
 
     def reads_parameters(self, value: RecordedValue, tensors: Iterable[torch.Tensor]) -> None:
         """Record the parameters whose gradients are made in the backward pass of a value.

@@ -46,6 +46,10 @@ LARGEST = 3
 """How many of the largest tensors may be held, so that the link has work while a long kernel runs
 whose result is not stored."""
 
+LARGE_SHARE = 1 / 2
+"""Share of the stored bytes that these may be: where few large tensors are stored, as an LSTM does,
+holding them all would free nothing. One may always be held."""
+
 TURN_BYTES = 1 << 28
 """Least limit of held sources at the end of a forward pass. With less, the training thread waits
 for the link before it returns the loss, and the device waits for the thread."""
@@ -72,7 +76,7 @@ class DeviceWindow:
         """Bytes of sources that may be released before they were read."""
         self.limit_at_forward_end: int | None = None
         """Bytes of sources that may be held when a forward pass ends; None for the full limit."""
-        self._largest = 0
+        self._largest = self._known_largest = 0
         self._pass_bytes = 0
         self._passes: deque[tuple[int, int]] = deque(maxlen=LATEST)
         """Bytes that each of the latest passes stored, and its largest tensor."""
@@ -81,13 +85,15 @@ class DeviceWindow:
         """Note the size of a tensor that is stored in place."""
         self._largest = max(self._largest, nbytes)
         self._pass_bytes += nbytes
-        self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
-        self.unread = max(self.unread, self.limit)
+        if nbytes > self._known_largest:
+            self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
+            self.unread = max(self.unread, self.limit)
 
     def on_backward_begin(self) -> None:
         """Note that a restore begins: the stores since the last call were one forward pass."""
         self._passes.append((self._pass_bytes, self._largest))
         self._pass_bytes = self._largest = 0
+        self._known_largest = max(largest for _, largest in self._passes)
         self.limit = self._share_of_passes(HELD_SHARE)
         self.unread = self._share_of_passes(UNREAD_SHARE)
 
@@ -130,7 +136,8 @@ class DeviceWindow:
 
 def _share_of(share: float, stored: int, largest: int) -> int:
     """Return a share of the bytes that a forward pass stores, within limits."""
-    return max(min(START_BYTES, max(MIN_BYTES, int(share * stored))), LARGEST * largest)
+    few = max(largest, min(LARGEST * largest, int(LARGE_SHARE * stored)))
+    return max(min(START_BYTES, max(MIN_BYTES, int(share * stored))), few)
 
 
 def in_flight_bytes(sizes: Sequence[int]) -> int:

@@ -37,7 +37,9 @@ class Value:
     uses: int = 0
     """How often autograd saves the value."""
     is_given: bool = False
-    """Whether no operation made it: for example a batch, a mask or a table."""
+    """Whether no operation made it from what needs gradients: a batch, a mask or a table."""
+    is_made_inside: bool = False
+    """Whether such a value was made by the step itself, and does not exist before."""
     parameter_bytes: int = 0
     """Bytes of parameters whose gradients are created in the backward pass of its operation."""
     gathered_bytes: int = 0

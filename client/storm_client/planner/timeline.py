@@ -4,7 +4,8 @@ A forward pass makes a step's values in order, and the backward pass runs their 
 in reverse order. So a moment of either pass has the number of a value. The moment of the loss,
 between both passes, is one more than the last number. At each moment, memory holds:
 
-- kept values, from the moment they are made to their last use;
+- kept values, from the moment they are made to their last use. Of those that no operation made,
+  recomputation reads copies, since nothing counts their changes;
 - in the forward pass, values that an operation still reads, and casts of parameters that autocast
   caches, which are freed after the loss;
 - in the backward pass, offloaded and recomputed values from their first use to their last, and the
@@ -28,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from operator import add
 
@@ -93,7 +94,17 @@ def planned(problem: Problem, decisions: Sequence[Decision]) -> Timeline:
     """Return the timeline of a step that follows these decisions."""
     decided = zip(problem.values, decisions, strict=True)
     kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
-    return _timeline(problem, kept, _recomputed(decisions), _when_needed)
+    recomputed = _recomputed(decisions)
+    found, copies = _timeline(problem, kept, recomputed, _when_needed), [0] * (1 + len(decisions))
+    for number in {one for at in recomputed for one in problem.values[at].inputs if one >= 0}:
+        if number in kept and problem.values[number].is_given:
+            copies[number] = problem.values[number].nbytes
+    held = list(accumulate(copies))
+    return replace(
+        found,
+        forward=list(map(add, found.forward, held)),
+        backward=list(map(add, found.backward, held)),
+    )
 
 
 def needed_between(problem: Problem, decisions: Sequence[Decision]) -> dict[int, tuple[int, int]]:
@@ -132,8 +143,9 @@ def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
     step makes anything. A block of two streams, for images and text, hands over both.
     """
     ends = sorted(problem.block_ends)
-    given = takewhile(lambda value: value.is_given, problem.values)
-    found = problem.block_ends.union(value.number for value in given if value.is_saved)
+    first = takewhile(lambda value: value.is_given, problem.values)
+    given = (value.number for value in first if value.is_saved and not value.is_made_inside)
+    found = problem.block_ends.union(given)
     for value in problem.saved:
         first, last = problem.used_between.get(value.number, (value.number, value.number))
         made = last if value.is_given else value.number

@@ -156,7 +156,13 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("stored", "limit"),
-    [([MIN_BYTES // 8], MIN_BYTES), ([GIB // 4], 3 * GIB // 4), ([GIB] * 20, 3 * GIB)],
+    [
+        ([MIN_BYTES // 8], MIN_BYTES),
+        ([GIB // 4], GIB // 4),
+        ([GIB, GIB], GIB),
+        ([GIB] * 5, 5 * GIB // 2),
+        ([GIB] * 20, 3 * GIB),
+    ],
 )
 def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -> None:
     window = DeviceWindow(4 * GIB)
@@ -164,6 +170,8 @@ def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -
         window.record_store(nbytes)
     window.on_backward_begin()
     assert window.limit == limit
+    window.record_store(stored[0])
+    assert window.limit == limit  # of the next pass, too
 
 
 def test_running_out_of_memory_halves_it_down_to_a_little() -> None:

@@ -58,6 +58,18 @@ def test_what_is_recomputed_has_what_it_is_made_from_there() -> None:
     assert saved_bytes(OFFLOAD, REPLAY, REPLAY, REPLAY) == [0, 10, 30, 110, 10 + 20 + 40 + 80]
 
 
+def test_recomputation_reads_a_copy_of_what_no_operation_made() -> None:
+    """As long as it is kept, in both passes."""
+    decisions = [KEEP, REPLAY, OFFLOAD, KEEP]
+    found = planned(CHAIN, decisions)
+    made = planned(
+        replace(CHAIN, values=(replace(CHAIN.values[0], is_given=False), *CHAIN.values[1:])),
+        decisions,
+    )
+    assert [own - 10 for own in found.forward] == made.forward
+    assert saved_bytes(*decisions) == [10, 10 + 10, 10 + 10 + 20, 10 + 10 + 80, 10 + 10 + 80]
+
+
 def test_an_unknown_operation_makes_a_gradient_of_as_many_bytes() -> None:
     """As that of a loss does, which saves the logarithms of probabilities."""
     values = (*CHAIN.values[:3], value(3, 80))
@@ -226,6 +238,31 @@ def test_parameters_that_only_small_results_read_have_gradients_too(client: stor
     problem = offload._planning.maker.problem(offload._planning._signatures.latest)
     parameters = sum(one.nbytes for one in model.parameters())
     assert sum(one.parameter_bytes for one in problem.values) == parameters
+
+
+class Gathering(nn.Linear):
+    def __init__(self, index: Tensor) -> None:
+        super().__init__(16, 16)
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, self.index, super().forward(x[self.index]).tanh())
+
+
+def test_checkpointing_does_not_keep_what_a_block_makes_of_its_input(client: storm.Client) -> None:
+    """What the first block gathers has no gradient either, and exists only in it."""
+    index = torch.randint(64, (640,))
+    model = nn.Sequential(*(Gathering(index) for _ in range(3)))
+    x = torch.randn(64, 16)
+    offload = client.offload(model, min_bytes=2048)
+    with offload:
+        loss = model(x).square().sum()
+    loss.backward()
+    problem = offload._planning.maker.problem(offload._planning._signatures.latest)
+    first = problem.values[0]
+    assert (first.nbytes, first.is_given, first.is_made_inside) == (640 * 64, True, True)
+    assert problem.block_ends
+    assert 0 not in kept_by_checkpointing(problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
