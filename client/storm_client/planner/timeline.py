@@ -71,7 +71,8 @@ class Timeline:
         pass was in memory at that moment of the forward pass, too. A result is negative where this
         step exceeds that already.
         """
-        new = [other.peak_bytes - most for most in self._most(self.gradients)]
+        peak = other.peak_bytes
+        new = [peak - most for most in self._most(self.gradients)]
         if not self.finds_gradients:
             return new
         later = other.peak_bytes_beside_gradients
