@@ -13,13 +13,20 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch.distributed as dist
+from storm_client.eager import controller
 from storm_client.planner.machine import Machine
 from support.comparing import Plain, assert_same, outcome
 from support.daemon_process import DaemonProcess
 from support.devices import DEVICES
 from support.following import PATHS, follow_by
 from support.planning import FREE_REPLAYS, SOME_REPLAYS, replay_all
-from support.random_programs import compare_freely, process_group, run, run_freely
+from support.random_programs import (
+    MAKING_CONSTANTS,
+    compare_freely,
+    process_group,
+    run,
+    run_freely,
+)
 from support.training import assert_identical
 
 PROGRAMS = 16
@@ -74,6 +81,24 @@ def test_free_programs_that_follow_plans(
     """Most have blocks in blocks, or uncounted writes to what recomputation reads."""
     replay_all(monkeypatch)
     compare_freely(range(seed, seed + 1), device, client, steps=PLANNED_STEPS)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "batch",
+    [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, SLOW_BATCHES))],
+)
+def test_free_programs_that_recompute_constants(
+    batch: int, path: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    follow_by(path, monkeypatch)
+    monkeypatch.setattr(controller, "CONSTANTS", -1.0)
+    seeds = range(batch * BATCH, (batch + 1) * BATCH)
+    compare_freely(seeds, device, client, steps=PLANNED_STEPS, forward=MAKING_CONSTANTS)
 
 
 OVERWRITTEN = [8006670]

@@ -13,7 +13,7 @@ lives until then, too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from support.training import Context, seeded
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["compare_freely", "process_group", "run", "run_freely"]
+__all__ = ["MAKING_CONSTANTS", "compare_freely", "process_group", "run", "run_freely"]
 
 SIDE = 24
 STEPS = 30
@@ -91,13 +91,20 @@ def step(random: Random, values: list[Tensor]) -> None:
 # --- programs with changes that are not counted ---------------------------------------------
 
 
-def compare_freely(seeds: range, device: str, client: storm.Client, *, steps: int = 2) -> None:
+def compare_freely(
+    seeds: range,
+    device: str,
+    client: storm.Client,
+    *,
+    steps: int = 2,
+    forward: Sequence[Callable[[_Program], None]] = (),
+) -> None:
     """Run the programs of some seeds without offload and `steps` times with it.
 
     Bits or errors agree.
     """
     for seed in seeds:
-        program = partial(run_freely, seed)
+        program = partial(run_freely, seed, forward=forward)
         expected = outcome(program, Plain(), device)
         offload = client.offload(min_bytes=1, codec="raw" if seed % 2 else "ancf")
         for attempt in range(steps):
@@ -120,13 +127,15 @@ def process_group(store: dist.Store, rank: int = 0, size: int = 1) -> Iterator[N
         dist.destroy_process_group()
 
 
-def run_freely(seed: int, way: Way, device: str) -> list[Tensor]:
-    """Run the program of a seed.
+def run_freely(
+    seed: int, way: Way, device: str, *, forward: Sequence[Callable[[_Program], None]] = ()
+) -> list[Tensor]:
+    """Run the program of a seed, whose forward pass consists of steps of FORWARD or `forward`.
 
     Raises:
         RuntimeError: PyTorch refuses the program, in the forward or in the backward pass.
     """
-    return _Program(seed, way, device).run()
+    return _Program(seed, way, device, forward or FORWARD).run()
 
 
 class _Program:
@@ -135,8 +144,11 @@ class _Program:
     `values` are results of operations, `buffers` plain memory; what is `kept` lives to the end.
     """
 
-    def __init__(self, seed: int, way: Way, device: str) -> None:
+    def __init__(
+        self, seed: int, way: Way, device: str, forward: Sequence[Callable[[_Program], None]]
+    ) -> None:
         torch.manual_seed(seed)
+        self.forward = forward
         self.random = Random(seed)
         self.way = way
         self.device = device
@@ -154,7 +166,7 @@ class _Program:
         for block in range(self.random.choice([1, 1, 2])):
             with self.way:
                 self.values.append(self.leaves[block % 2] * 1.5)
-                self.do(self.random.randrange(8, FREE_STEPS), FORWARD)
+                self.do(self.random.randrange(8, FREE_STEPS), self.forward)
                 terms = [*self.terms, *(value.sum() for value in self.values)]
                 loss = torch.stack([term.reshape(()) for term in terms]).sin().sum()
                 self.terms = [loss]
@@ -171,7 +183,7 @@ class _Program:
         loss.backward()
         return [loss.detach(), *(leaf.grad for leaf in self.leaves if leaf.grad is not None)]
 
-    def do(self, steps: int, table: list[Callable[[_Program], None]]) -> None:
+    def do(self, steps: int, table: Sequence[Callable[[_Program], None]]) -> None:
         for _ in range(steps):
             self.random.choice(table)(self)
             if self.random.random() < 0.4:
@@ -319,6 +331,42 @@ def fill_what_was_saved(program: _Program) -> None:
         program.values.append(F.dropout(x.tanh(), 0.3))
 
 
+def make_a_constant(program: _Program) -> None:
+    """Of plain memory, without a gradient; it is written to, saved and kept like that."""
+    random = program.random
+    a, b = program.buffer(), program.buffer()
+    made: Tensor = random.choice(CONSTANTS)(a, b)
+    if random.random() < 0.2:
+        made.add_(1)
+    if random.random() < 0.15:
+        program.write(made)
+    if random.random() < 0.7:
+        program.values.append((program.value() * made).tanh())
+    if random.random() < 0.15:
+        program.write(made)
+    if random.random() < 0.5:
+        program.buffers.append(made)
+    if random.random() < 0.3:
+        with torch.no_grad():
+            doubled = made * 2
+        program.values.append(program.value() * doubled)
+
+
+CONSTANTS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    torch.mul,
+    torch.matmul,
+    lambda a, _: a.sigmoid(),
+    lambda a, _: a[torch.arange(SIDE - 1, -1, -1, device=a.device)],
+    lambda a, b: torch.cat([a[: SIDE // 2], b[SIDE // 2 :]]),
+    lambda a, _: (a - a.mean()) / (a.std() + 1),
+    lambda a, _: F.softmax(a, -1),
+    lambda a, _: F.dropout(a, 0.3),
+    lambda a, _: F.layer_norm(a, (SIDE,)),
+    lambda a, _: a.to(torch.float64).to(torch.float32),
+    lambda a, b: torch.where(a > 0, a, b),
+]
+
+
 def write_without_a_version(program: _Program) -> None:
     program.write(program.buffer() if program.random.random() < 0.5 else program.value())
 
@@ -429,6 +477,8 @@ FORWARD = [
     drop,
     send,
 ]
+
+MAKING_CONSTANTS = [*FORWARD, *[make_a_constant] * 6]
 
 BETWEEN = [
     write_without_a_version,

@@ -56,6 +56,10 @@ MAX_DIVISOR: Final = 64
 NEAR: Final = 16
 """Times the minimum size: a tensor up to this size may be below the minimum in a shorter step."""
 
+CONSTANTS: Final = 1 / 50
+"""Share of a step's saved bytes, above which results without gradients are recomputed as well. They
+are what the first block makes of a batch, as the features of a graph's edges."""
+
 MAX_BY_PYTHON: Final = 4
 """Steps to wait for compiled code before steps that Python follows are compared as well."""
 
@@ -86,6 +90,8 @@ class Planning:
         self._operations = OperationTimes()
         self._size_divisor = 1
         """Divides the user's minimum tensor size."""
+        self._counts_constants = False
+        """Whether results without gradients are values of a step, so that they are recomputed."""
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
         self._thread = threading.local()
@@ -125,7 +131,9 @@ class Planning:
         script = None if counts is None or fills else self._script(record, follow, counts)
         watches = watches and script is None
         logs_events = watches and counts is not None and self._logs_events(record)
-        calls = follow.CallLog(min_bytes, logs_events) if watches and follow is not None else None
+        calls = None
+        if watches and follow is not None:
+            calls = follow.CallLog(min_bytes, logs_events, self._counts_constants)
         recording = Recording(
             record,
             min_bytes,
@@ -135,6 +143,7 @@ class Planning:
             times=self._operations,
             calls=calls,
             logs_events=logs_events,
+            counts_constants=self._counts_constants,
             reads_early=not self.options.verifies,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
@@ -204,7 +213,7 @@ class Planning:
         if signature.fallback.steps > 0:
             signature.fallback.steps -= 1
             return None
-        return compiled(signature, plan, follow, counts)
+        return compiled(signature, plan, follow, counts, counts_constants=self._counts_constants)
 
     def _logs_events(self, record: StepRecord) -> bool:
         """Return whether the calls of a step have to be recorded for compiled code."""
@@ -257,8 +266,8 @@ class Planning:
             signature.note_loss(record.plain_loss_bytes)
             signature.note_gradients(record.gradients)
             self._ranks.ended(signature)
-            if signature.seen == 1 and self._size_divisor < MAX_DIVISOR:
-                self._handle_smaller(signature, min_bytes)
+            if signature.seen == 1:
+                self._learn_anew_if(signature, min_bytes)
         if signature is None or signature is not followed or signature.followed is None:
             return None
         signature.times.pass_seconds = pass_seconds
@@ -275,10 +284,24 @@ class Planning:
             self._thread.followed = _FollowedStep(signature.times, current, step.begun, is_compared)
         return signature
 
-    def _handle_smaller(self, signature: StepSignature, min_bytes: int) -> None:
-        """Handle smaller tensors and learn anew, if a new signature differs only by small ones."""
-        if min_bytes > 1 and self._signatures.has_except_small(signature, NEAR * min_bytes):
-            self._size_divisor *= DIVISOR_STEP
+    def _learn_anew_if(self, signature: StepSignature, min_bytes: int) -> None:
+        """Look at more results and learn anew, if a new signature shows that this is needed.
+
+        At smaller tensors, if it differs only by small ones. At results without gradients, if such
+        results are a part of what it saves.
+        """
+        looks_at_smaller = (
+            min_bytes > 1
+            and self._size_divisor < MAX_DIVISOR
+            and self._signatures.has_except_small(signature, NEAR * min_bytes)
+        )
+        constant_bytes = sum(one.nbytes for one in signature.values if one.is_saved_constant)
+        looks_at_constants = (
+            not self._counts_constants and constant_bytes > CONSTANTS * signature.saved_bytes
+        )
+        if looks_at_smaller or looks_at_constants:
+            self._size_divisor *= DIVISOR_STEP if looks_at_smaller else 1
+            self._counts_constants |= looks_at_constants
             self._signatures, self._recurrence = StepSignatures(), Recurrence()
 
     def _free_pins(self) -> None:

@@ -46,7 +46,7 @@ class RecordedValue:
     made_by: str = ""
     """The name of its node in the graph; empty where no operation made it."""
     is_made_inside: bool = False
-    """Whether a function of the step returned it, with or without a gradient."""
+    """Whether a function of the step returned it without a gradient."""
     operation: str = ""
     """The function's name; empty where it is not known, or cannot be recomputed."""
     is_expensive: bool = False
@@ -83,6 +83,11 @@ class RecordedValue:
     def is_saved(self) -> bool:
         """Whether autograd has saved it."""
         return self.uses > 0
+
+    @property
+    def is_saved_constant(self) -> bool:
+        """Whether it is saved and was made without a gradient, by a function that is not known."""
+        return self.is_saved and self.is_made_inside and not self.operation
 
     @property
     def is_timed(self) -> bool:

@@ -113,7 +113,12 @@ def _can_be_followed(signature: StepSignature, plan: FollowedPlan) -> bool:
 
 
 def compiled(
-    signature: StepSignature, plan: FollowedPlan, follow: Native, counts: NativeCounts
+    signature: StepSignature,
+    plan: FollowedPlan,
+    follow: Native,
+    counts: NativeCounts,
+    *,
+    counts_constants: bool,
 ) -> _follow.Script | None:
     """Return the compiled script of a signature's plan; None where Python has to follow it."""
     evidence = signature.evidence
@@ -136,7 +141,7 @@ def compiled(
             for number, decision in enumerate(plan.decisions)
             if isinstance(decision, Keep)
         ]
-        plan.compiled = version, follow.Script(events, kept, len(script))
+        plan.compiled = version, follow.Script(events, kept, len(script), counts_constants)
     return plan.compiled[1]
 
 

@@ -85,15 +85,17 @@ class Recording:
         times: OperationTimes,
         calls: _follow.CallLog | None = None,
         logs_events: bool = False,
+        counts_constants: bool = False,
         reads_early: bool = True,
     ) -> None:
         """Look at tensors of at least `min_bytes` bytes; `functions` may be recomputed.
 
         `calls` logs the calls that no Python function reports, and `times` times them. If
         `logs_events`, `calls` also records for compiled code which calls make the values that
-        matter. With `reads_early` values to be offloaded may be read as soon as they are made.
+        matter. If it `counts_constants`, results without gradients are values, too. With
+        `reads_early` values to be offloaded may be read as soon as they are made.
         """
-        self._values = Values(step, min_bytes, layers, hooks)
+        self._values = Values(step, min_bytes, layers, hooks, counts_constants=counts_constants)
         self.pack_input = self._values.pack_input
         self.min_bytes = min_bytes
         """Minimum size in bytes of the tensors that are looked at."""
@@ -254,7 +256,7 @@ class Recording:
         is_given = bool(arguments) and made is arguments[0]
         if made.nbytes < self.min_bytes or (is_given and not may_overwrite(function)):
             return True
-        if not (made.requires_grad or is_in_function()):
+        if not self._values.counts(made):
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False

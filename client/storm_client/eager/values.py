@@ -95,13 +95,19 @@ class Values:
         min_bytes: int,
         layers: Layers,
         hooks: SaveHooks,
+        *,
+        counts_constants: bool,
     ) -> None:
-        """Track storages of at least `min_bytes`; `hooks` keep or offload inputs of recipes."""
+        """Track storages of at least `min_bytes`; `hooks` keep or offload inputs of recipes.
+
+        If it `counts_constants`, results without gradients are values as well.
+        """
         self.pins = Pins()
         """Weak references to all storages that were looked at; results hold this object, too."""
         self._hooks = hooks
         self._step = step
         self._min_bytes = min_bytes
+        self._counts_constants = counts_constants
         self._layers = layers
         self._tracked: dict[int, TrackedStorage] = {}
         self._readers: dict[int, tuple[torch.Tensor, RecordedValue]] = {}
@@ -323,9 +329,11 @@ class Values:
         return not storage.data_ptr() % ALIGNMENT_BYTES
 
     def made_inside(self, outputs: Iterable[Any]) -> None:
-        """Record that a function of the step has returned these."""
+        """Record which of these a function of the step has returned without a gradient."""
         for output in outputs:
-            if is_plain(output) and not output.requires_grad and output.nbytes >= self._min_bytes:
+            if not is_plain(output) or output.requires_grad or not torch.is_grad_enabled():
+                continue
+            if output.nbytes >= self._min_bytes:
                 self._made.add(output.untyped_storage()._cdata)
 
     def reads_parameters(self, value: RecordedValue, tensors: Iterable[torch.Tensor]) -> None:
@@ -343,16 +351,21 @@ class Values:
                 value.parameter_bytes += tensor.nbytes
 
     def is_large(self, output: Any, *, in_graph: bool) -> bool:
-        """Return whether an output is a large tensor; with `in_graph` it must be part of a graph.
-
-        Results inside a custom function join the graph only at the function's end, so they count.
-        """
+        """Return whether an output is a large tensor; with `in_graph` it must count."""
         return (
             type(output) is torch.Tensor
-            and (output.requires_grad or not in_graph or is_in_function())
+            and (not in_graph or self.counts(output))
             and output.layout is torch.strided
             and output.nbytes >= self._min_bytes
         )
+
+    def counts(self, output: torch.Tensor) -> bool:
+        """Return whether an output is a value of the step: part of a graph, or a counted constant.
+
+        Results inside a custom function join the graph only at the function's end, so they count.
+        """
+        is_constant = self._counts_constants and torch.is_grad_enabled()
+        return output.requires_grad or is_constant or is_in_function()
 
     def sources(self, call: Call, output: torch.Tensor, inputs: Inputs) -> list[Source] | None:
         """Hold the inputs of a call for an output; None if an overwritten one has no recipe."""

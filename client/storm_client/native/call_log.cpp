@@ -70,6 +70,7 @@ class Log : public Watcher {
  public:
   int64_t min_bytes = 0;
   bool logs_events = false;  // whether entries are made; else only hidden calls are recorded
+  bool counts_constants = false;  // whether results without gradients count
   std::vector<Hidden> hidden;
   std::vector<Entry> entries;
   size_t begun = 0;  // number of entries when the current Python function began
@@ -155,7 +156,7 @@ class Log : public Watcher {
 
   bool is_large(const at::Tensor& output) const {
     auto* impl = output.unsafeGetTensorImpl();
-    if (!is_ordinary(impl) || !is_in_graph(output)) return false;
+    if (!is_ordinary(impl) || !is_counted(output, counts_constants)) return false;
     return static_cast<int64_t>(storage_of(impl)->nbytes()) >= min_bytes;
   }
 
@@ -200,13 +201,16 @@ Log& log_of(PyObject* self) { return reinterpret_cast<LogObject*>(self)->log; }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   long long min_bytes = 0;
-  int logs_events = 0;
-  if (!PyArg_ParseTuple(arguments, "Lp", &min_bytes, &logs_events)) return nullptr;
+  int logs_events = 0, counts_constants = 0;
+  if (!PyArg_ParseTuple(arguments, "Lpp", &min_bytes, &logs_events, &counts_constants)) {
+    return nullptr;
+  }
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
   auto& log = *new (&log_of(self)) Log();
   log.min_bytes = min_bytes;
   log.logs_events = logs_events;
+  log.counts_constants = counts_constants;
   return self;
 }
 

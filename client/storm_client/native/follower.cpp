@@ -106,7 +106,8 @@ void Follower::ends(const at::RecordFunction& ended, CallKind kind) {
   for_each_tensor(ended.outputs(), [&](const at::Tensor& output) {
     auto* impl = output.unsafeGetTensorImpl();
     const bool is_view = kind == CallKind::COPY && is_ordinary(impl) && storage_of(impl) == copied;
-    const bool is_tracked = is_ordinary(impl) && !is_view && is_in_graph(output) && is_large(impl);
+    const bool is_tracked = is_ordinary(impl) && !is_view && is_large(impl) &&
+                            is_counted(output, script->counts_constants);
     if (is_tracked && !met_unexpected) {
       if (!advance(called, place, output, pending.begun)) meet_unexpected();
     }

@@ -43,9 +43,10 @@ bool is_result(const at::Tensor& tensor) {
   return &base != &tensor && !base.requires_grad() && tensor.grad_fn() != nullptr;
 }
 
-bool is_in_graph(const at::Tensor& output) {
+bool is_counted(const at::Tensor& output, bool counts_constants) {
   const auto& state = c10::AutogradState::get_tls_state();
-  return output.requires_grad() || !(state.get_fw_grad_mode() || state.get_inference_mode());
+  if (output.requires_grad() || (counts_constants && state.get_grad_mode())) return true;
+  return !(state.get_fw_grad_mode() || state.get_inference_mode());
 }
 
 bool is_own_backward() {

@@ -39,7 +39,7 @@ class Value:
     is_given: bool = False
     """Whether no operation made it from what needs gradients: a batch, a mask or a table."""
     is_made_inside: bool = False
-    """Whether such a value was made by the step itself, and does not exist before."""
+    """Whether the step makes it without a gradient, so that it does not exist before."""
     parameter_bytes: int = 0
     """Bytes of parameters whose gradients are created in the backward pass of its operation."""
     gathered_bytes: int = 0

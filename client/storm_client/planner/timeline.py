@@ -144,8 +144,8 @@ def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
     step makes anything. A block of two streams, for images and text, hands over both.
     """
     ends = sorted(problem.block_ends)
-    first = takewhile(lambda value: value.is_given, problem.values)
-    given = (value.number for value in first if value.is_saved and not value.is_made_inside)
+    leading = takewhile(lambda value: value.is_given, problem.values)
+    given = (value.number for value in leading if value.is_saved and not value.is_made_inside)
     found = problem.block_ends.union(given)
     for value in problem.saved:
         first, last = problem.used_between.get(value.number, (value.number, value.number))
@@ -278,7 +278,8 @@ def _gradients(problem: Problem) -> list[int]:
 
     If it is not known from what an operation made a value, it made it from as many bytes.
     """
-    readers = {value.number: value.number for value in problem.values if not value.is_given}
+    made = (value for value in problem.values if not (value.is_given or value.is_made_inside))
+    readers = {value.number: value.number for value in made}
     changes = [0] * (len(problem.values) + 2)
     for value in problem.values:
         for source in value.inputs:

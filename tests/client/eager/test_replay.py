@@ -19,6 +19,7 @@ from storm_client.eager.recorder import Recorder
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.machine import CPU
 from support.altering_modes import ScaledBelow, SteeperSlopes
+from support.following import PATHS, follow_by
 from support.planning import replay_all
 from support.random_programs import run
 from support.thread_counts import omp_threads, one_thread, one_thread_more
@@ -219,6 +220,53 @@ def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
     assert_later_steps_are_identical(train, offload)
     assert offload.stats().replayed_bytes > 0
     assert not rejected(offload)
+
+
+class Edges(nn.Module):
+    """Sends what a node and its neighbour are along each edge; the first layer is given a batch."""
+
+    def __init__(self, index: Tensor) -> None:
+        super().__init__()
+        self.index, self.edge = index, nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        source, target = self.index
+        sent = silu(self.edge(torch.cat([x[source], x[target]], -1)))
+        return torch.zeros_like(x).index_add(0, target, sent)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_a_block_makes_of_a_batch_is_recomputed_as_well(
+    writes: bool, path: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a gradient. Then other data is written to the batch, as loaders do."""
+    followed = follow_by(path, monkeypatch)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Edges(torch.randint(32, (2, 160))) for _ in range(3))).to(device)
+    for layer in net:
+        layer.index = layer.index.to(device)
+    batch = seeded(device, 32, WIDTH)
+    offload = client.offload(min_bytes=2048, codec="raw", budget="least")
+
+    def train(context: Context, seed: int) -> list[Tensor]:
+        batch.copy_(seeded(device, 32, WIDTH, seed=seed))
+        net.zero_grad()
+        with context():
+            loss = net(batch).square().mean()
+            if writes:
+                batch.data.zero_()
+        loss.backward()
+        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+    for seed in range(4 * STEPS):
+        expected = train(nullcontext, seed)
+        assert_identical(train(lambda: offload, seed), expected)
+    plan = offload.plan
+    assert plan is not None
+    gathers = [one for one in plan.rows if "__getitem__" in one.operation]
+    assert [one.decision for one in gathers] == ["replay"] * 2 * len(net)
+    assert followed[-1] is (path == "compiled")
 
 
 def test_a_parameter_that_is_changed_raises(device: str, client: storm.Client) -> None:
