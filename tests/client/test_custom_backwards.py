@@ -20,8 +20,8 @@ from support.training import assert_identical, seeded
 from torch import Tensor
 
 SIDE = 64
-STEPS = 8
-"""The plan is followed after four."""
+STEPS = 9
+"""The plan is followed after five."""
 
 Forward: TypeAlias = Callable[[Tensor], list[Tensor]]
 """Returns the terms of a loss. Their backward passes run in the reverse order."""

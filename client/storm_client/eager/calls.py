@@ -129,6 +129,15 @@ class Call:
             for tensor in self.tensors()
         )
 
+    def brings(self, output: torch.Tensor) -> bool:
+        """Return whether an output is a constant that comes from another device.
+
+        A batch is sent to the GPU once: it is stored rather than sent again in the backward pass.
+        """
+        return not output.requires_grad and any(
+            tensor.dim() > 0 and tensor.device != output.device for tensor in self.tensors()
+        )
+
     def overwrites(self, output: Any) -> bool:
         """Return whether an output is its first argument and shares memory with no other argument.
 

@@ -46,7 +46,7 @@ class RecordedValue:
     made_by: str = ""
     """The name of its node in the graph; empty where no operation made it."""
     is_made_inside: bool = False
-    """Whether a function of the step returned it without a gradient."""
+    """Whether a function of the step made it without a gradient, on its own device."""
     operation: str = ""
     """The function's name; empty where it is not known, or cannot be recomputed."""
     is_expensive: bool = False

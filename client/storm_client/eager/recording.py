@@ -341,7 +341,7 @@ class Recording:
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
         casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
-        self._values.made_inside(outputs)
+        self._values.made_inside(call, outputs)
         if not large and step.values:
             # Not `isinstance`: it reads an attribute, which would compute a deferred copy.
             read = [one for one in call.tensors() if issubclass(type(one), torch.nn.Parameter)]
@@ -517,7 +517,8 @@ class Recording:
         former = self._values.former(call, output)
         is_sound = call.is_fixed() and all(map(self._values.is_sound, call.tensors()))
         are_made = all(before is not None and before.value.operation for before in former)
-        return is_sound and are_made and not call.takes(output.untyped_storage())
+        is_new = not (call.takes(output.untyped_storage()) or call.brings(output))
+        return is_sound and are_made and is_new
 
     def _record(self, event: Event, nbytes: int) -> Decision | None:
         """Record an event as `StepRecord.record_event` does."""

@@ -290,12 +290,14 @@ class Values:
         return None if others is None else [*call.former, *others]
 
     def read_for(self, call: Call, output: torch.Tensor, inputs: Inputs) -> Inputs | None:
-        """Return the inputs of a call for an output; None if the output cannot be recomputed.
+        """Return the inputs of a call for an output; None if the output is not to be recomputed.
 
         It cannot be if it shares memory with an argument that the call has not overwritten, or if
         no known operation made a value that the call has overwritten.
         """
         former, values = self.former(call, output), self._step.values
+        if call.brings(output):
+            return None
         if not former:
             return None if call.takes(output.untyped_storage()) else inputs
         for before in former:  # if this call left the script, the value may have no event yet
@@ -328,12 +330,12 @@ class Values:
         # Copied or restored tensors are in PyTorch's own memory, and kernels depend on alignment.
         return not storage.data_ptr() % ALIGNMENT_BYTES
 
-    def made_inside(self, outputs: Iterable[Any]) -> None:
-        """Record which of these a function of the step has returned without a gradient."""
+    def made_inside(self, call: Call, outputs: Iterable[Any]) -> None:
+        """Record which outputs of a call have no gradient, and do not come from another device."""
         for output in outputs:
             if not is_plain(output) or output.requires_grad or not torch.is_grad_enabled():
                 continue
-            if output.nbytes >= self._min_bytes:
+            if output.nbytes >= self._min_bytes and not call.brings(output):
                 self._made.add(output.untyped_storage()._cdata)
 
     def reads_parameters(self, value: RecordedValue, tensors: Iterable[torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ Context = Callable[[], AbstractContextManager[object]]
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 ROWS, WIDTH = 16, 64
-STEPS = 8
+STEPS = 9
 
 
 @jit("*fp32 *fp32 *fp32 *fp32 i32 fp32 constexpr", reads="x w", writes="y scale")

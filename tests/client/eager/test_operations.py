@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager import operations
+from storm_client.eager.calls import Call
 from storm_client.eager.operations import (
     EXPENSIVE,
     REPLAYABLE,
@@ -213,3 +214,12 @@ def test_calls_that_draw_are_known() -> None:
     assert draws(attention, (x, x, x, None, 0.1), {})
     assert draws(functional.dropout, (x,), {})
     assert not draws(torch.mul, (x, 2), {})
+
+
+def test_a_batch_is_not_brought_to_its_device_again() -> None:
+    """Unless it is part of a graph; a number is no batch."""
+    given, number = torch.ones(4), torch.tensor(2.0)
+    brought = torch.empty(4, device="meta")
+    assert Call(torch.Tensor.to, (given, "meta"), {}).brings(brought)
+    assert not Call(torch.mul, (brought, number), {}).brings(brought)
+    assert not Call(torch.Tensor.to, (given, "meta"), {}).brings(brought.requires_grad_())

@@ -990,11 +990,12 @@ def test_what_calls_make_of_their_arguments_is_recomputed_once(
     replay_all(monkeypatch)
     offload = client.offload(min_bytes=256)
     x, w = inputs(device)
+    other = x + 1
     autocast = torch.autocast(device, torch.bfloat16, enabled=autocasts)
 
     def calls(block: Block) -> Counter[str]:
         with block(), autocast:
-            q, k = (one.view(2, 8, 4, 16).transpose(1, 2) for one in (x @ w, (x + 1) @ w))
+            q, k = (one.view(2, 8, 4, 16).transpose(1, 2) for one in (x @ w, other @ w))
             scores = (q @ k.transpose(2, 3)).float().softmax(-1)
             y = (scores @ k.sin()).tanh().reshape(ROWS, WIDTH).to(torch.float32).exp()
             loss = (y @ w).tanh().square().sum()
