@@ -307,16 +307,20 @@ class PlanMaker:
         signature.follow(choice.decisions, self._beside_checkpointing(signature, plan))
 
     def _beside_checkpointing(self, signature: StepSignature, plan: Plan) -> Plan:
-        """Return the plan with the bytes that checkpointing would keep: a limit with "least"."""
+        """Return the plan with the bytes that checkpointing would keep: a limit with "least".
+
+        If no blocks are known, the limit is what may be in flight in any case.
+        """
         most, held = signature.checkpointed_bytes, None
-        if most is not None and self.options.budget == "least":
-            held = max(0, most - plan.bytes_by_decision["keep"])
         stored = [row.nbytes for row in plan.rows if row.decision == "offload"]
+        in_flight = in_flight_bytes(stored) if signature.is_on_gpu else 0
+        if self.options.budget == "least":
+            held = in_flight if most is None else max(0, most - plan.bytes_by_decision["keep"])
         return replace(
             plan,
             checkpointed_bytes=plan.checkpointed_bytes or most,
             turn_bytes=held,
-            in_flight_bytes=in_flight_bytes(stored) if signature.is_on_gpu else 0,
+            in_flight_bytes=in_flight,
         )
 
 

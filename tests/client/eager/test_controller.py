@@ -13,7 +13,7 @@ import storm_client as storm
 import torch
 from storm_client.eager import controller
 from storm_client.eager.signature import StepSignature
-from storm_client.planner import shortage
+from storm_client.planner import DeviceWindow, shortage
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import nn
@@ -115,6 +115,21 @@ def test_with_the_least_budget_no_more_is_in_flight_than_checkpointing_would_kee
         assert "checkpointing each block would keep" in str(plan)
         (session,) = client._supply.sessions.open
         assert session.transfers.window.limit_at_forward_end == plan.turn_bytes
+
+
+def test_with_the_least_budget_prefetches_use_no_memory_that_happens_to_be_free(
+    client: storm.Client,
+) -> None:
+    """Where no blocks are known either: it would raise the step's peak."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU())
+    for budget, is_bounded in (("least", True), (0.5, False)):
+        offload = client.offload(net, min_bytes=4096, budget=budget)
+        train(offload, net, steps=3, rows=256)
+        assert offload.plan.checkpointed_bytes is None
+        assert (offload.plan.turn_bytes is not None) == is_bounded
+    window = DeviceWindow(4 << 30)
+    window.limit_at_forward_end = 0
+    assert window.prefetch_limit(1 << 40, 0) == window.limit
 
 
 def test_a_plan_has_less_room_where_memory_has_run_out(
