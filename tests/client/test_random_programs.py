@@ -21,7 +21,7 @@ from support.devices import DEVICES
 from support.following import PATHS, follow_by
 from support.planning import FREE_REPLAYS, SOME_REPLAYS, replay_all
 from support.random_programs import (
-    MAKING_CONSTANTS,
+    MAKING_GRADLESS,
     compare_freely,
     process_group,
     run,
@@ -91,14 +91,14 @@ def test_free_programs_that_follow_plans(
     "batch",
     [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, SLOW_BATCHES))],
 )
-def test_free_programs_that_recompute_constants(
+def test_free_programs_that_recompute_gradless_results(
     batch: int, path: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay_all(monkeypatch)
     follow_by(path, monkeypatch)
-    monkeypatch.setattr(controller, "CONSTANTS", -1.0)
+    monkeypatch.setattr(controller, "GRADLESS", -1.0)
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
-    compare_freely(seeds, device, client, steps=PLANNED_STEPS, forward=MAKING_CONSTANTS)
+    compare_freely(seeds, device, client, steps=PLANNED_STEPS, forward=MAKING_GRADLESS)
 
 
 OVERWRITTEN = [8006670]

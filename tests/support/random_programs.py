@@ -30,7 +30,7 @@ from support.training import Context, seeded
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MAKING_CONSTANTS", "compare_freely", "process_group", "run", "run_freely"]
+__all__ = ["MAKING_GRADLESS", "compare_freely", "process_group", "run", "run_freely"]
 
 SIDE = 24
 STEPS = 30
@@ -331,11 +331,11 @@ def fill_what_was_saved(program: _Program) -> None:
         program.values.append(F.dropout(x.tanh(), 0.3))
 
 
-def make_a_constant(program: _Program) -> None:
+def make_gradless(program: _Program) -> None:
     """Of plain memory, without a gradient; it is written to, saved and kept like that."""
     random = program.random
     a, b = program.buffer(), program.buffer()
-    made: Tensor = random.choice(CONSTANTS)(a, b)
+    made: Tensor = random.choice(GRADLESS)(a, b)
     if random.random() < 0.2:
         made.add_(1)
     if random.random() < 0.15:
@@ -352,7 +352,7 @@ def make_a_constant(program: _Program) -> None:
         program.values.append(program.value() * doubled)
 
 
-CONSTANTS: list[Callable[[Tensor, Tensor], Tensor]] = [
+GRADLESS: list[Callable[[Tensor, Tensor], Tensor]] = [
     torch.mul,
     torch.matmul,
     lambda a, _: a.sigmoid(),
@@ -478,7 +478,7 @@ FORWARD = [
     send,
 ]
 
-MAKING_CONSTANTS = [*FORWARD, *[make_a_constant] * 6]
+MAKING_GRADLESS = [*FORWARD, *[make_gradless] * 6]
 
 BETWEEN = [
     write_without_a_version,

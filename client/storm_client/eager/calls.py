@@ -130,7 +130,7 @@ class Call:
         )
 
     def brings(self, output: torch.Tensor) -> bool:
-        """Return whether an output is a constant that comes from another device.
+        """Return whether an output without a gradient comes from another device.
 
         A batch is sent to the GPU once: it is stored rather than sent again in the backward pass.
         """

@@ -56,7 +56,7 @@ MAX_DIVISOR: Final = 64
 NEAR: Final = 16
 """Times the minimum size: a tensor up to this size may be below the minimum in a shorter step."""
 
-CONSTANTS: Final = 1 / 50
+GRADLESS: Final = 1 / 50
 """Share of a step's saved bytes, above which results without gradients are recomputed as well. They
 are what the first block makes of a batch, as the features of a graph's edges."""
 
@@ -90,7 +90,7 @@ class Planning:
         self._operations = OperationTimes()
         self._size_divisor = 1
         """Divides the user's minimum tensor size."""
-        self._counts_constants = False
+        self._counts_gradless = False
         """Whether results without gradients are values of a step, so that they are recomputed."""
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
@@ -133,7 +133,7 @@ class Planning:
         logs_events = watches and counts is not None and self._logs_events(record)
         calls = None
         if watches and follow is not None:
-            calls = follow.CallLog(min_bytes, logs_events, self._counts_constants)
+            calls = follow.CallLog(min_bytes, logs_events, self._counts_gradless)
         recording = Recording(
             record,
             min_bytes,
@@ -143,7 +143,7 @@ class Planning:
             times=self._operations,
             calls=calls,
             logs_events=logs_events,
-            counts_constants=self._counts_constants,
+            counts_gradless=self._counts_gradless,
             reads_early=not self.options.verifies,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
@@ -213,7 +213,7 @@ class Planning:
         if signature.fallback.steps > 0:
             signature.fallback.steps -= 1
             return None
-        return compiled(signature, plan, follow, counts, counts_constants=self._counts_constants)
+        return compiled(signature, plan, follow, counts, counts_gradless=self._counts_gradless)
 
     def _logs_events(self, record: StepRecord) -> bool:
         """Return whether the calls of a step have to be recorded for compiled code."""
@@ -295,13 +295,13 @@ class Planning:
             and self._size_divisor < MAX_DIVISOR
             and self._signatures.has_except_small(signature, NEAR * min_bytes)
         )
-        constant_bytes = sum(one.nbytes for one in signature.values if one.is_saved_constant)
-        looks_at_constants = (
-            not self._counts_constants and constant_bytes > CONSTANTS * signature.saved_bytes
+        gradless_bytes = sum(one.nbytes for one in signature.values if one.is_saved_gradless)
+        looks_at_gradless = (
+            not self._counts_gradless and gradless_bytes > GRADLESS * signature.saved_bytes
         )
-        if looks_at_smaller or looks_at_constants:
+        if looks_at_smaller or looks_at_gradless:
             self._size_divisor *= DIVISOR_STEP if looks_at_smaller else 1
-            self._counts_constants |= looks_at_constants
+            self._counts_gradless |= looks_at_gradless
             self._signatures, self._recurrence = StepSignatures(), Recurrence()
 
     def _free_pins(self) -> None:

@@ -85,7 +85,7 @@ class RecordedValue:
         return self.uses > 0
 
     @property
-    def is_saved_constant(self) -> bool:
+    def is_saved_gradless(self) -> bool:
         """Whether it is saved and was made without a gradient, by a function that is not known."""
         return self.is_saved and self.is_made_inside and not self.operation
 

@@ -118,7 +118,7 @@ def compiled(
     follow: Native,
     counts: NativeCounts,
     *,
-    counts_constants: bool,
+    counts_gradless: bool,
 ) -> _follow.Script | None:
     """Return the compiled script of a signature's plan; None where Python has to follow it."""
     evidence = signature.evidence
@@ -141,7 +141,7 @@ def compiled(
             for number, decision in enumerate(plan.decisions)
             if isinstance(decision, Keep)
         ]
-        plan.compiled = version, follow.Script(events, kept, len(script), counts_constants)
+        plan.compiled = version, follow.Script(events, kept, len(script), counts_gradless)
     return plan.compiled[1]
 
 

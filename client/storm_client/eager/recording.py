@@ -85,17 +85,17 @@ class Recording:
         times: OperationTimes,
         calls: _follow.CallLog | None = None,
         logs_events: bool = False,
-        counts_constants: bool = False,
+        counts_gradless: bool = False,
         reads_early: bool = True,
     ) -> None:
         """Look at tensors of at least `min_bytes` bytes; `functions` may be recomputed.
 
         `calls` logs the calls that no Python function reports, and `times` times them. If
         `logs_events`, `calls` also records for compiled code which calls make the values that
-        matter. If it `counts_constants`, results without gradients are values, too. With
+        matter. If it `counts_gradless`, results without gradients are values, too. With
         `reads_early` values to be offloaded may be read as soon as they are made.
         """
-        self._values = Values(step, min_bytes, layers, hooks, counts_constants=counts_constants)
+        self._values = Values(step, min_bytes, layers, hooks, counts_gradless=counts_gradless)
         self.pack_input = self._values.pack_input
         self.min_bytes = min_bytes
         """Minimum size in bytes of the tensors that are looked at."""

@@ -181,7 +181,8 @@ class StepSignature:
 
         Blocks are numbered layers, or repeated parts of the step where there are none.
         """
-        return block_ends(self.values) or repeated_ends(self.values)
+        repeated = (n for n in repeated_ends(self.values) if not self.values[n].is_made_inside)
+        return block_ends(self.values) or frozenset(repeated)
 
     @property
     def checkpointed_bytes(self) -> int | None:

@@ -96,18 +96,18 @@ class Values:
         layers: Layers,
         hooks: SaveHooks,
         *,
-        counts_constants: bool,
+        counts_gradless: bool,
     ) -> None:
         """Track storages of at least `min_bytes`; `hooks` keep or offload inputs of recipes.
 
-        If it `counts_constants`, results without gradients are values as well.
+        If it `counts_gradless`, results without gradients are values as well.
         """
         self.pins = Pins()
         """Weak references to all storages that were looked at; results hold this object, too."""
         self._hooks = hooks
         self._step = step
         self._min_bytes = min_bytes
-        self._counts_constants = counts_constants
+        self._counts_gradless = counts_gradless
         self._layers = layers
         self._tracked: dict[int, TrackedStorage] = {}
         self._readers: dict[int, tuple[torch.Tensor, RecordedValue]] = {}
@@ -362,12 +362,12 @@ class Values:
         )
 
     def counts(self, output: torch.Tensor) -> bool:
-        """Return whether an output is a value of the step: part of a graph, or a counted constant.
+        """Return whether an output is a value of the step: part of a graph, or counted anyway.
 
         Results inside a custom function join the graph only at the function's end, so they count.
         """
-        is_constant = self._counts_constants and torch.is_grad_enabled()
-        return output.requires_grad or is_constant or is_in_function()
+        counts_anyway = self._counts_gradless and torch.is_grad_enabled()
+        return output.requires_grad or counts_anyway or is_in_function()
 
     def sources(self, call: Call, output: torch.Tensor, inputs: Inputs) -> list[Source] | None:
         """Hold the inputs of a call for an output; None if an overwritten one has no recipe."""

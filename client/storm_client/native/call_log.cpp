@@ -70,7 +70,7 @@ class Log : public Watcher {
  public:
   int64_t min_bytes = 0;
   bool logs_events = false;  // whether entries are made; else only hidden calls are recorded
-  bool counts_constants = false;  // whether results without gradients count
+  bool counts_gradless = false;  // whether results without gradients count
   std::vector<Hidden> hidden;
   std::vector<Entry> entries;
   size_t begun = 0;  // number of entries when the current Python function began
@@ -156,7 +156,7 @@ class Log : public Watcher {
 
   bool is_large(const at::Tensor& output) const {
     auto* impl = output.unsafeGetTensorImpl();
-    if (!is_ordinary(impl) || !is_counted(output, counts_constants)) return false;
+    if (!is_ordinary(impl) || !is_counted(output, counts_gradless)) return false;
     return static_cast<int64_t>(storage_of(impl)->nbytes()) >= min_bytes;
   }
 
@@ -201,8 +201,8 @@ Log& log_of(PyObject* self) { return reinterpret_cast<LogObject*>(self)->log; }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   long long min_bytes = 0;
-  int logs_events = 0, counts_constants = 0;
-  if (!PyArg_ParseTuple(arguments, "Lpp", &min_bytes, &logs_events, &counts_constants)) {
+  int logs_events = 0, counts_gradless = 0;
+  if (!PyArg_ParseTuple(arguments, "Lpp", &min_bytes, &logs_events, &counts_gradless)) {
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -210,7 +210,7 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   auto& log = *new (&log_of(self)) Log();
   log.min_bytes = min_bytes;
   log.logs_events = logs_events;
-  log.counts_constants = counts_constants;
+  log.counts_gradless = counts_gradless;
   return self;
 }
 

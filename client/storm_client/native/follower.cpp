@@ -107,7 +107,7 @@ void Follower::ends(const at::RecordFunction& ended, CallKind kind) {
     auto* impl = output.unsafeGetTensorImpl();
     const bool is_view = kind == CallKind::COPY && is_ordinary(impl) && storage_of(impl) == copied;
     const bool is_tracked = is_ordinary(impl) && !is_view && is_large(impl) &&
-                            is_counted(output, script->counts_constants);
+                            is_counted(output, script->counts_gradless);
     if (is_tracked && !met_unexpected) {
       if (!advance(called, place, output, pending.begun)) meet_unexpected();
     }

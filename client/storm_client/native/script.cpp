@@ -83,12 +83,12 @@ Event event_of(PyObject* tuple, Script& script) {
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *events, *kept;
-  int length = 0, counts_constants = 0;
+  int length = 0, counts_gradless = 0;
   expect(PyArg_ParseTuple(arguments, "O!O!ip", &PyList_Type, &events, &PyList_Type, &kept, &length,
-                          &counts_constants));
+                          &counts_gradless));
   Ref self = expected(type->tp_alloc(type, 0));
   auto& script = *new (&mutable_script(self.get())) Script();
-  script.counts_constants = counts_constants;
+  script.counts_gradless = counts_gradless;
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(events); ++at) {
     const Event event = event_of(PyList_GET_ITEM(events, at), script);
     if (event.what != What::CALL) script.saved.emplace(event.number, event.position);

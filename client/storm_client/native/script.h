@@ -116,7 +116,7 @@ struct Script {
     return found != kept.end() && nbytes <= found->second;
   }
   std::unordered_map<int, int> saved;  // by number of a value, the position of its first save
-  bool counts_constants = false;  // whether results without gradients count
+  bool counts_gradless = false;  // whether results without gradients count
 };
 
 extern PyTypeObject ScriptType;

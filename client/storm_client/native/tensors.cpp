@@ -43,9 +43,9 @@ bool is_result(const at::Tensor& tensor) {
   return &base != &tensor && !base.requires_grad() && tensor.grad_fn() != nullptr;
 }
 
-bool is_counted(const at::Tensor& output, bool counts_constants) {
+bool is_counted(const at::Tensor& output, bool counts_gradless) {
   const auto& state = c10::AutogradState::get_tls_state();
-  if (output.requires_grad() || (counts_constants && state.get_grad_mode())) return true;
+  if (output.requires_grad() || (counts_gradless && state.get_grad_mode())) return true;
   return !(state.get_fw_grad_mode() || state.get_inference_mode());
 }
 

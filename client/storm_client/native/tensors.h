@@ -17,8 +17,8 @@ bool is_view(const at::Tensor& tensor);
 
 // Returns whether scripts count an operator's new output. It is part of a graph, or may become so
 // because a custom function's `forward` runs: only there forward-gradient mode and inference mode
-// are both off. Or steps count constants as well, and gradients are on.
-bool is_counted(const at::Tensor& output, bool counts_constants);
+// are both off. Or steps count results without gradients as well, and gradients are on.
+bool is_counted(const at::Tensor& output, bool counts_gradless);
 
 // Returns the base of a view; of any other tensor, itself.
 const at::Tensor& base_of(const at::Tensor& tensor);

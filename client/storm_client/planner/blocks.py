@@ -1,9 +1,9 @@
 """Finds what checkpointing each block of a model would keep: the reference for a plan's memory.
 
 A block is a layer with a number, as "model.layers.3". Checkpointing keeps the block's input: the
-last value that the block before makes. Blocks may be nested, as in the stages of an image model.
-The inner ones are used if the input of each is made by the one before it, and if they need less
-memory.
+last value that the block before makes. Frozen layers that are given no gradient are no blocks.
+Blocks may be nested, as in the stages of an image model. The inner ones are used if the input of
+each is made by the one before it, and if they need less memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class PlacedValue(MadeValue, Protocol):
 
     @property
     def path(self) -> str: ...
+    @property
+    def is_made_inside(self) -> bool: ...
 
 
 def block_ends(values: Sequence[PlacedValue]) -> frozenset[int]:
@@ -37,7 +39,7 @@ def block_ends(values: Sequence[PlacedValue]) -> frozenset[int]:
     `values` are those of the step, in order. If a block ends with a norm of a value that is saved
     anyway, the result has this value instead: the norm is recomputed rather than offloaded.
     """
-    around = [list(numbered_layers(value.path)) for value in values]
+    around = [[] if one.is_made_inside else list(numbered_layers(one.path)) for one in values]
     outer = [names[0] if names else "" for names in around]
     inner = [names[1] if len(names) > 1 else "" for names in around]
     lasts = _lasts(outer)

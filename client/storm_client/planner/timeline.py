@@ -159,10 +159,10 @@ def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
 def _handed_over(problem: Problem, ends: Sequence[int]) -> Iterator[int]:
     """Yield the values that an operation reads in another block than the one that made them.
 
-    Casts that autocast caches are no block's input.
+    Casts that autocast caches are no block's input. Nothing is kept for what has no gradient.
     """
     for value in problem.values:
-        for source in value.inputs:
+        for source in () if value.is_made_inside else value.inputs:
             if source < 0 or problem.values[source].is_given or problem.values[source].is_cached:
                 continue
             if bisect_left(ends, source) != bisect_left(ends, value.number):

@@ -18,6 +18,7 @@ class Made:
     nbytes: int = 100
     is_expensive: bool = True
     is_saved: bool = True
+    is_made_inside: bool = False
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
@@ -40,6 +41,13 @@ def test_the_last_value_of_each_block_is_kept() -> None:
 def test_a_layer_that_is_alone_in_its_list_is_no_block() -> None:
     assert block_ends(chained([*blocks("stem", 1), *blocks("stages", 2)])) == {7, 11}
     assert block_ends(chained(blocks("stem", 1))) == frozenset()
+
+
+def test_frozen_layers_are_no_blocks() -> None:
+    """Of what they are given nothing is kept either."""
+    frozen = [replace(one, is_made_inside=True) for one in blocks("vision.layers", 3)]
+    values = chained([*frozen, *blocks("text.layers", 2)])
+    assert block_ends(values) == {15, 19}
 
 
 def test_blocks_inside_of_stages_are_used() -> None:

@@ -128,6 +128,9 @@ def test_a_block_is_given_all_that_it_reads_of_the_one_before() -> None:
     gradients = planned(replace(problem, used_between={}), [OFFLOAD] * 11).backward
     found = checkpointed(problem).backward
     assert found[9] - gradients[9] == 70 + 140  # of the blocks before, only what the last one reads
+    values = [replace(one, is_made_inside=True) for one in problem.values[:8]]
+    frozen = replace(problem, values=(*values, *problem.values[8:]))
+    assert kept_by_checkpointing(frozen) == {4, 6, 7, 10}  # 3 is read by what needs no gradient
 
 
 def test_what_the_forward_pass_takes_leaves_no_room_later() -> None:
@@ -254,7 +257,7 @@ def test_checkpointing_does_not_keep_what_a_block_makes_of_its_input(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first block gathers has no gradient either, and exists only in it."""
-    monkeypatch.setattr(controller, "CONSTANTS", 1.0)
+    monkeypatch.setattr(controller, "GRADLESS", 1.0)
     index = torch.randint(64, (640,))
     model = nn.Sequential(*(Gathering(index) for _ in range(3)))
     x = torch.randn(64, 16)
