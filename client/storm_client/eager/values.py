@@ -148,7 +148,7 @@ class Values:
             device=tensor.device,
             is_result=is_result(tensor),
             made_by="" if node is None else node.name(),
-            is_made_inside=storage._cdata in self._made,
+            is_made_inside=node is None and storage._cdata in self._made,
             place=self._place(number),
         )
         return self._track(self._step.add(value), storage, version)
@@ -335,8 +335,12 @@ class Values:
         for output in outputs:
             if not is_plain(output) or output.requires_grad or not torch.is_grad_enabled():
                 continue
-            if output.nbytes >= self._min_bytes and not call.brings(output):
-                self._made.add(output.untyped_storage()._cdata)
+            if output.nbytes < self._min_bytes or call.brings(output):
+                continue
+            storage = output.untyped_storage()
+            if storage._cdata not in self._made:
+                self._made.add(storage._cdata)
+                self.pins.add(storage)  # so that no other storage gets its address
 
     def reads_parameters(self, value: RecordedValue, tensors: Iterable[torch.Tensor]) -> None:
         """Record the parameters whose gradients are made in the backward pass of a value.
