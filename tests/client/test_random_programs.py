@@ -101,6 +101,25 @@ def test_free_programs_that_recompute_gradless_results(
     compare_freely(seeds, device, client, steps=PLANNED_STEPS, forward=MAKING_GRADLESS)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_value_that_another_kind_of_step_would_recompute(
+    path: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step turns out to be of another kind, the value that shows it is not made yet.
+
+    Its own plan does not recompute it in that step. So an input that no operation made is copied
+    later than in steps of its kind, and trials of what reads the copy prove nothing for those.
+    """
+    replay_all(monkeypatch, SOME_REPLAYS)
+    follow_by(path, monkeypatch)
+    monkeypatch.setattr(controller, "GRADLESS", -1.0)
+    offload = client.offload(min_bytes=1000, codec="raw", budget="least")
+    programs = [partial(run_freely, 17112010 + n, forward=MAKING_GRADLESS) for n in range(2)]
+    expected = [outcome(program, Plain(), "cpu") for program in programs]
+    for which in map(int, "001100000111"):
+        assert_same(outcome(programs[which], offload, "cpu"), expected[which])
+
+
 OVERWRITTEN = [8006670]
 """A part of a recomputed value is overwritten by what only a later plan recomputes."""
 

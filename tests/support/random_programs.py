@@ -354,16 +354,50 @@ def make_gradless(program: _Program) -> None:
 
 GRADLESS: list[Callable[[Tensor, Tensor], Tensor]] = [
     torch.mul,
-    torch.matmul,
     lambda a, _: a.sigmoid(),
     lambda a, _: a[torch.arange(SIDE - 1, -1, -1, device=a.device)],
+    lambda a, b: torch.cat([a, b])[:SIDE].clone(),
     lambda a, b: torch.cat([a[: SIDE // 2], b[SIDE // 2 :]]),
     lambda a, _: (a - a.mean()) / (a.std() + 1),
     lambda a, _: F.softmax(a, -1),
+    torch.matmul,
     lambda a, _: F.dropout(a, 0.3),
     lambda a, _: F.layer_norm(a, (SIDE,)),
     lambda a, _: a.to(torch.float64).to(torch.float32),
     lambda a, b: torch.where(a > 0, a, b),
+]
+
+
+def join_a_graph(program: _Program) -> None:
+    """In place: what was made without a gradient becomes part of a graph."""
+    random, a = program.random, program.buffer()
+    made = random.choice(BEFORE_A_GRAPH)(a)
+    if random.random() < 0.3:
+        program.values.append((program.value() * made).tanh())
+    if random.random() < 0.3:
+        made.mul_(2)
+    value = program.value()
+    kind = random.randrange(4)
+    if kind == 0 or (kind == 1 and value.shape != made.shape):
+        made.add_(value)
+    elif kind == 1:
+        made[3:7].add_(value[3:7])
+    elif kind == 2:
+        made.index_add_(0, torch.tensor([1, 1, 5], device=made.device), value[:3])
+    else:
+        made.copy_(value)
+    program.values.append(made if random.random() < 0.5 else made.tanh())
+    if random.random() < 0.3:
+        made.sigmoid_()
+    if random.random() < 0.2:
+        program.write(made)
+
+
+BEFORE_A_GRAPH: list[Callable[[Tensor], Tensor]] = [
+    lambda a: a * 1.0,
+    torch.sigmoid,
+    torch.zeros_like,
+    lambda a: a[torch.arange(SIDE, device=a.device)],
 ]
 
 
@@ -478,7 +512,7 @@ FORWARD = [
     send,
 ]
 
-MAKING_GRADLESS = [*FORWARD, *[make_gradless] * 6]
+MAKING_GRADLESS = [*FORWARD, *[make_gradless] * 4, *[join_a_graph] * 5]
 
 BETWEEN = [
     write_without_a_version,

@@ -214,9 +214,10 @@ class StepRecord:
         A proof holds for one way to recompute a value. Earlier values were recomputed, or not, as
         the former plan said. If that makes the way of a value another than the new plan's, the
         value is not recomputed, nor is what is made from it. Nor is a value that was saved as one
-        that the former signature has proved, and is made by another operation.
+        that the former signature has proved, and is made by another operation. The decision for a
+        value that the latest event alone has is not taken yet.
         """
-        numbers = range(len(self.values))
+        numbers = {number for _, number, *_ in self._events[:-1]}
         made = {one for one in numbers if isinstance(self.decision_for(one, 0), Replay)}
         self.signature, self._unplanned = signature, set()
         if signature is None or signature.followed is None:
