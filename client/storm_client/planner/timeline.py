@@ -96,16 +96,25 @@ def planned(problem: Problem, decisions: Sequence[Decision]) -> Timeline:
     decided = zip(problem.values, decisions, strict=True)
     kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
     recomputed = _recomputed(decisions)
-    found, copies = _timeline(problem, kept, recomputed, _when_needed), [0] * (1 + len(decisions))
-    for number in {one for at in recomputed for one in problem.values[at].inputs if one >= 0}:
-        if number in kept and problem.values[number].is_given:
-            copies[number] = problem.values[number].nbytes
-    held = list(accumulate(copies))
+    found = _timeline(problem, kept, recomputed, _when_needed)
+    copies = _copies(problem, kept & _inputs(problem, recomputed))
     return replace(
         found,
-        forward=list(map(add, found.forward, held)),
-        backward=list(map(add, found.backward, held)),
+        forward=list(map(add, found.forward, copies)),
+        backward=list(map(add, found.backward, copies)),
     )
+
+
+def _inputs(problem: Problem, recomputed: Set[int]) -> set[int]:
+    """Return the numbers of the values from which others are recomputed."""
+    return {source for number in recomputed for source in problem.values[number].inputs}
+
+
+def _copies(problem: Problem, read: Set[int]) -> list[int]:
+    """Return the bytes of copies of `read` values at each moment: of those no operation made."""
+    sizes = (one.nbytes * (one.is_given and one.number in read) for one in problem.values)
+    copied = list(accumulate(sizes))
+    return [*copied, *copied[-1:]]
 
 
 def needed_between(problem: Problem, decisions: Sequence[Decision]) -> dict[int, tuple[int, int]]:

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -325,13 +326,18 @@ def test_a_session_that_ends_alone_is_not_called_the_end_of_the_daemon(
 
 
 def test_the_end_of_the_socket_alone_ends_the_connection(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
+    daemon: DaemonProcess, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon closes it if too much waits on it, and then ends the session."""
-    monkeypatch.setattr(connection.lifeline, "ends_within", lambda _: False)
-    with connection.lock, pytest.raises(storm.DaemonLost, match="closed the connection; see its"):
-        connection._disconnected()
-    assert connection.lost
+    """The daemon closes it if too much waits on it, and then ends the session; here it is late."""
+    monkeypatch.setattr("storm_client.transport.connection.GONE_SECONDS", 0.0)
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        connection.dealer._line.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: connection.lost, 30)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    with pytest.raises(storm.DaemonLost, match="closed the connection; see its log"):
+        connection.check()
 
 
 def test_closing_where_the_lock_is_held(connection: Connection) -> None:
