@@ -13,6 +13,7 @@ lives until then, too.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -135,7 +136,12 @@ def run_freely(
     Raises:
         RuntimeError: PyTorch refuses the program, in the forward or in the backward pass.
     """
-    return _Program(seed, way, device, forward or FORWARD).run()
+    program = _Program(seed, way, device, forward or FORWARD)
+    try:
+        return program.run()
+    except RuntimeError:
+        program.break_cycles()
+        raise
 
 
 class _Program:
@@ -159,6 +165,8 @@ class _Program:
         self.values: list[Tensor] = []
         self.terms: list[Tensor] = []
         self.kept: list[Tensor] = []
+        self.joined: list[weakref.ref[Tensor]] = []
+        """Tensors that became part of a graph in place, perhaps of one that has saved them."""
         self.of_ended_blocks: set[int] = set()
         """Storages of results that were held when their block ended: they have been sent."""
 
@@ -188,6 +196,13 @@ class _Program:
             self.random.choice(table)(self)
             if self.random.random() < 0.4:
                 drop(self)
+
+    def break_cycles(self) -> None:
+        """Free the graph of a failed backward pass, which PyTorch leaks if it has saved its end."""
+        for reference in self.joined:
+            tensor = reference()
+            if tensor is not None:
+                tensor.detach_()
 
     # --- what the steps are made of
 
@@ -372,6 +387,7 @@ def join_a_graph(program: _Program) -> None:
     """In place: what was made without a gradient becomes part of a graph."""
     random, a = program.random, program.buffer()
     made = random.choice(BEFORE_A_GRAPH)(a)
+    program.joined.append(weakref.ref(made))
     if random.random() < 0.3:
         program.values.append((program.value() * made).tanh())
     if random.random() < 0.3:

@@ -43,6 +43,9 @@ class RecordedValue:
     device: torch.device = _HOST
     is_result: bool = True
     """Whether an operation known to autograd made it: then its changes are counted."""
+    is_copied: bool = False
+    """Whether recipes that read it copy it: no operation known to autograd had made it when it was
+    first seen. Its changes are not counted then."""
     made_by: str = ""
     """The name of its node in the graph; empty where no operation made it."""
     is_made_inside: bool = False

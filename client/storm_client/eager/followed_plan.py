@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from storm_client.eager.events import SAVED, Event, RecordedValue
+from storm_client.eager.ways import first_readers, ways_of
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 
 if TYPE_CHECKING:
@@ -62,15 +63,16 @@ class FollowedPlan:
         values: list[RecordedValue],
         decisions: list[Decision],
         *,
-        ways: list[int],
         logged: list[LoggedEvent],
         shown: Plan | None = None,
     ) -> None:
         """Begin before any step has followed the plan. `shown` is the plan as users see it."""
         self.decisions = decisions
         """One per value."""
-        self.ways = ways
-        """The way in which each value is recomputed; see `Ways.of`."""
+        self.first_readers = first_readers(events, values, decisions)
+        """See there."""
+        self.ways = ways_of(values, decisions, self.first_readers)
+        """The way in which each value is recomputed."""
         self.max_bytes = [value.nbytes for value in values]
         """Bytes of each value for which the plan was made."""
         self.script = _script(events, values, decisions)

@@ -170,7 +170,7 @@ class PlannedStep:
         """Record that a trial has found the same bits, if the step ends with the trial's signature.
 
         A step of another signature may write uncounted where this signature does not, or the
-        reverse, so it proves nothing.
+        reverse, so it proves nothing. Nor does one that held some inputs otherwise than planned.
         """
         self._proofs.append(trial)
         if self.recording is None:
@@ -180,7 +180,8 @@ class PlannedStep:
         with suppress(IndexError):  # several backward threads may take trials
             while True:
                 trial = self._proofs.popleft()
-                if trial.signature is self.record.ended_as:
+                is_as_planned = not self.record.has_outgrown_plan
+                if is_as_planned and trial.signature is self.record.ended_as:
                     trial.succeed()
 
     # --- its end ----------------------------------------------------------------------------

@@ -10,21 +10,20 @@ A trial proves a value: a step recomputes it or reads it early, and also offload
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from itertools import count
+from collections.abc import Collection, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from storm_client.eager.bits import checksum
-from storm_client.planner.decisions import Decision, Replay
+from storm_client.eager.ways import Way
+from storm_client.planner.decisions import Replay
 
 if TYPE_CHECKING:
-    from storm_client.eager.events import RecordedValue
     from storm_client.eager.followed_plan import FollowedPlan
     from storm_client.eager.signature import StepSignature
 
-__all__ = ["ENOUGH_SIZES", "Evidence", "Proofs", "Sizes", "Trial", "UnchangedTrial", "Ways"]
+__all__ = ["ENOUGH_SIZES", "Evidence", "Proofs", "Sizes", "Trial", "UnchangedTrial"]
 
 ENOUGH_SIZES: Final = 3
 """As in native/script.h."""
@@ -76,64 +75,18 @@ class Proofs:
         self.version += 1
 
 
-class Ways:
-    """Numbers the ways in which values are recomputed.
-
-    Two plans recompute a value in the same way if both hold its operation's inputs alike. That is,
-    each input is kept in both, offloaded in both, or recomputed in both in the same way. An input
-    that no operation made is copied for the first operation that reads it and is recomputed. Until
-    a later operation reads it, something may write to it uncounted. So that first operation has to
-    be the same in both plans, too. And either plan recomputes something that has overwritten the
-    value, or neither does.
-    """
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self._numbers: dict[tuple[Hashable, ...], int] = {}
-        self._next = count()  # several threads may ask at once
-
-    def of(self, values: Sequence[RecordedValue], decisions: Sequence[Decision]) -> list[int]:
-        """Return for each value the number of its way under `decisions`; -1 if not recomputed."""
-        made = [isinstance(decision, Replay) for decision in decisions]
-        recomputed = [value for value, is_made in zip(values, made, strict=True) if is_made]
-        overwritten = {number for value in recomputed for number in value.over}
-        found: dict[int, int] = {}
-        copied_for: dict[int, int] = {}
-        for value in recomputed:
-            for number in value.inputs:
-                if number >= 0 and not values[number].is_result:
-                    copied_for.setdefault(number, value.number)
-
-        def way(number: int) -> int:
-            if number not in found:
-                found[number] = -1  # for a value made from itself, which no plan recomputes
-                held = tuple((n, held_as(n)) for n in values[number].inputs)
-                key = (number, number in overwritten, *held)
-                found[number] = self._numbers.setdefault(key, next(self._next))
-            return found[number]
-
-        def held_as(number: int) -> Hashable:
-            if number >= 0 and made[number]:
-                return way(number)
-            decision = None if number < 0 else decisions[number]
-            return type(decision).__name__, copied_for.get(number)
-
-        return [way(number) if is_made else -1 for number, is_made in enumerate(made)]
-
-
 class Evidence:
     """The results of trials for the values of one step signature."""
 
     def __init__(self) -> None:
         """Start with nothing tried."""
         self.recomputed = Proofs()
-        """Ways of recomputing that give the same bits."""
-        self.ways = Ways()
+        """Ways to recompute values that give the same bits."""
         self.rejected: dict[int, str] = {}
         """Values that cannot be recomputed, with the reason."""
         self.failed: dict[int, tuple[Trial, str]] = {}
         """By value: trials that have failed since the latest plan, with the reason."""
-        self._failed_ways: set[tuple[int, int]] = set()
+        self._failed_ways: set[tuple[Way, int]] = set()
         """Ways that have failed, each with the size."""
         self.unchanged = Proofs()
         """Values that are still as they were made when they are offloaded."""
@@ -151,7 +104,7 @@ class Evidence:
         """Changes with each proof that says more than before, and each never-requested value."""
         return self.recomputed.version + len(self._never_requested)
 
-    def prove(self, number: int, way: int, nbytes: int) -> None:
+    def prove(self, number: int, way: Way, nbytes: int) -> None:
         """Record that a value recomputed in some way was the same at a size.
 
         If that way has also failed at this size, the value is rejected. An example is a step with
@@ -246,7 +199,8 @@ class Trial(NamedTuple):
 
     def fail(self, reason: str) -> None:
         """Record that the value could not be recomputed."""
-        self.signature.fail(self, reason)
+        without_bytes = self._replace(packed=None)  # until it is settled, many steps may run
+        self.signature.fail(without_bytes, reason)
 
     def recomputed_inputs(self) -> Iterator[int]:
         """Yield the values that the plan recomputes for this one, at any distance."""

@@ -31,7 +31,7 @@ from storm_client.eager.events import SAVED, Event, RecordedValue, values_of
 from storm_client.eager.followed_plan import NOTHING, Expected, FollowedPlan
 from storm_client.eager.gradients import Gradients
 from storm_client.eager.signature import StepSignature
-from storm_client.planner.decisions import OFFLOAD, Decision, Replay
+from storm_client.planner.decisions import OFFLOAD, Decision
 
 __all__ = ["KNOWN_KINDS", "Recurrence", "StepRecord", "StepSignatures", "behind_repeated"]
 
@@ -70,6 +70,8 @@ class StepRecord:
     """Whether it may use scripts."""
     is_learned: bool = True
     """Whether its functions are watched as far as they may be."""
+    has_outgrown_plan: bool = False
+    """Whether an input of recipes was offloaded that the plan keeps, since it was too large."""
     is_native: bool = False
     """Whether compiled code looks at its calls, so that values are not known here."""
     has_launches: bool = False
@@ -95,9 +97,6 @@ class StepRecord:
     """The signature whose script was left in the middle, so that some values were not seen."""
     _position: int = 0
     _events: list[Event] = field(default_factory=list)
-    _unplanned: set[int] = field(default_factory=set)
-    """Values that the step does not recompute, or not in the plan's way: it had followed another
-    plan when they, or what they are made from, were made."""
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -160,7 +159,7 @@ class StepRecord:
         script = (
             None if self.signature is None or not self.may_follow_script else self.signature.script
         )
-        if script is not None and not self._unplanned:
+        if script is not None:
             self.script = script
             self.set_position(len(self._events))
 
@@ -200,66 +199,30 @@ class StepRecord:
             return None
         if position >= len(signature.events) or signature.events[position] != event:
             self.has_diverged = True
-            signature = self.signatures.begins_with(self._events)
-            self._change_to(signature)
+            signature = self.signature = self.signatures.begins_with(self._events)
             if signature is None:
                 if self._left_script_of is not None:
                     self._left_script_of.watch_closely()
                 return None
         return None if signature.followed is None else self.decision_for(event[1], nbytes)
 
-    def _change_to(self, signature: StepSignature | None) -> None:
-        """Go on with another signature.
-
-        A proof holds for one way to recompute a value. Earlier values were recomputed, or not, as
-        the former plan said. If that makes the way of a value another than the new plan's, the
-        value is not recomputed, nor is what is made from it. Nor is a value that was saved as one
-        that the former signature has proved, and is made by another operation. The decision for a
-        value that the latest event alone has is not taken yet.
-        """
-        numbers = {number for _, number, *_ in self._events[:-1]}
-        made = {one for one in numbers if isinstance(self.decision_for(one, 0), Replay)}
-        self.signature, self._unplanned = signature, set()
-        if signature is None or signature.followed is None:
-            return
-        plan = signature.followed
-        decisions = list(plan.decisions)
-        for number in numbers:
-            if isinstance(decisions[number], Replay) != (number in made):
-                decisions[number] = Replay() if number in made else OFFLOAD
-        proofs = signature.evidence.recomputed
-        for number in self._awaited():
-            is_proved = proofs.holds(plan.ways[number], self.values[number].nbytes)
-            if isinstance(plan.decisions[number], Replay) and not is_proved:
-                decisions[number] = OFFLOAD
-        while True:
-            ways = signature.evidence.ways.of(signature.values, decisions)
-            found = {one for one, way in enumerate(ways) if way != plan.ways[one]}
-            if found <= self._unplanned:
-                return
-            self._unplanned |= found
-            for number in found.difference(numbers):
-                decisions[number] = OFFLOAD
-
-    def _awaited(self) -> set[int]:
-        """Return the values that were saved before the operation that makes them was seen.
-
-        The latest event, which the former signature did not expect, may be that operation.
-        """
-        seen = {number for what, number, *_ in self._events[:-1] if what is not SAVED}
-        return {one.number for one in self.values if one.is_saved and one.number not in seen}
-
     def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded.
 
         A value that the plan keeps is offloaded as well if it is larger than the plan knows.
         """
-        plan = self.plan
-        if plan is None:
-            return OFFLOAD
-        decision = plan.decision_for(number, nbytes)
-        is_unplanned = number in self._unplanned and isinstance(decision, Replay)
-        return OFFLOAD if is_unplanned else decision
+        return OFFLOAD if self.plan is None else self.plan.decision_for(number, nbytes)
+
+    def decision_for_input(self, number: int, nbytes: int) -> Decision:
+        """Return the decision for a value that recipes read; note where its size changes that."""
+        decision = self.decision_for(number, nbytes)
+        plan, signature = self.plan, self.signature
+        if plan is None or signature is None or not 0 <= number < len(plan.decisions):
+            return decision
+        if nbytes > signature.values[number].nbytes:
+            self.larger[number] = nbytes
+        self.has_outgrown_plan |= decision != plan.decisions[number]
+        return decision
 
     def layer(self, number: int) -> str:
         """Return the layer in which a value was made; empty where it is not known."""

@@ -21,6 +21,7 @@ from storm_client.eager.function_modes import are_altered, unaltered
 from storm_client.eager.operations import Function, bound, choice_of
 from storm_client.eager.settings import settings_of_kernels
 from storm_client.eager.sources import PrivateCopy, Source, lost
+from storm_client.eager.ways import NO_WAY, Way
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.versions import SavedVersion, View
 
@@ -212,16 +213,23 @@ class Result:
         "_uses",
         "_view",
         "is_overwritten",
+        "is_saved_unsure",
         "nbytes",
         "original",
+        "way",
     )
 
     def __init__(self, tensor: torch.Tensor, origin: WeakStorage, pins: Pins) -> None:
         """Represent `tensor`; `origin` refers weakly to its storage while `pins` are held."""
         self.original: torch.Tensor | None = None
         """The tensor, held as long as its recipe is not known, and after `hold`."""
+        self.way = NO_WAY
+        """The way in which its recipe recomputes it; NO_WAY as long as that is not known."""
         self.is_overwritten = False
         """Whether its own memory was modified uncounted."""
+        self.is_saved_unsure = False
+        """Whether it was saved while another step signature was expected, which may have proofs
+        that the present one lacks."""
         self.nbytes = tensor.untyped_storage().nbytes()
         self._origin = origin
         self._pins = pins
@@ -242,15 +250,19 @@ class Result:
         """Whether a recipe for it is known."""
         return self._recipe is not None
 
-    def made_by(self, recipe: Recipe, index: int | None) -> None:
+    def made_by(self, recipe: Recipe, index: int | None, way: Way) -> None:
         """Set the recipe and drop the tensor: it is output `index` of `recipe`, or its only one."""
-        self._recipe = recipe, index
+        self._recipe, self.way = (recipe, index), way
         self.original = None
         if index is not None:
             recipe.results.append((weakref.ref(self), index))
 
     def hold(self) -> None:
-        """Hold its own memory if somebody holds it: a backward pass reads it as it is then."""
+        """Hold its own memory if somebody holds it: a backward pass reads it as it is then.
+
+        Called where the step has turned out to be of another signature.
+        """
+        self.is_saved_unsure |= self._recipe is None
         origin = self._origin.storage()
         if origin is not None:
             self.original = self._view.rebuild(origin)

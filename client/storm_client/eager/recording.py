@@ -52,6 +52,7 @@ from storm_client.eager.values import (
     is_in_function,
     numbers_of,
 )
+from storm_client.eager.ways import NO_WAY, Way
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 from storm_client.saved.snapshots import base_of, is_result
@@ -210,7 +211,7 @@ class Recording:
         decision = OFFLOAD if decision is None else decision
         # If the operation of a value is known, its origin need not be found out.
         is_first = tracked.value.uses == 1 and not tracked.value.operation
-        self._expect_operation(tensor, tracked, decision, is_first=is_first)
+        decision = self._expect_operation(tensor, tracked, decision, is_first=is_first)
         step.enter_script()
         return SavedValue(tracked.value, decision, tracked.result)
 
@@ -221,14 +222,27 @@ class Recording:
 
     def _expect_operation(
         self, tensor: torch.Tensor, tracked: TrackedStorage, decision: Decision, *, is_first: bool
-    ) -> None:
-        """Prepare a saved value for the return of the operation that makes it."""
-        made = base_of(tensor)
-        if isinstance(decision, Replay) and tracked.result is None:
-            tracked.result = Result(made, tracked.pin, self.pins)
-            tracked.result.original = made.detach()  # its recipe is not known yet
+    ) -> Decision:
+        """Prepare a saved value for the return of the operation that makes it.
+
+        Returns the decision; one that is to be recomputed is offloaded where it cannot be in the
+        plan's way any more.
+        """
+        made, result = base_of(tensor), tracked.result
+        if isinstance(decision, Replay):
+            if result is None and is_first:
+                tracked.result = Result(made, tracked.pin, self.pins)
+                tracked.result.original = made.detach()  # its recipe is not known yet
+            elif result is None or not self._awaits_recipe_or_is_planned(tracked.number, result):
+                decision = OFFLOAD
         if is_first and not tracked.value.over:
             self._casts.saved(tracked, made)
+        return decision
+
+    def _awaits_recipe_or_is_planned(self, number: int, result: Result) -> bool:
+        """Return whether a result's recipe is not known yet, or recomputes it in the plan's way."""
+        plan = self.step.plan
+        return not result.has_recipe or (plan is not None and result.way == plan.ways[number])
 
     def begins(self, *, keeps: bool = False) -> None:
         """Note that a function of the table begins; with `keeps` collect the tensors it saves."""
@@ -392,15 +406,34 @@ class Recording:
         output: torch.Tensor,
         index: int | None,
     ) -> None:
-        """Have a value recomputed: it is output `index` of `call`, or the only output if None."""
+        """Have a value recomputed: it is output `index` of `call`, or the only output if None.
+
+        A value that cannot be recomputed in the plan's way is kept if it is saved already.
+        """
+        way = self._way_of(tracked, call.tensors(), inputs)
+        if way is NO_WAY:
+            return
         if call.recipe is None:
-            sources = self._values.sources(call, output, inputs)
+            sources = self._values.sources(call, output, inputs, tracked.number)
             if sources is None:
-                return  # the value is kept
+                return
             call.recipe = call.recipe_of(sources, output.device.type)
         if tracked.result is None:
             tracked.result = Result(output, tracked.pin, self.pins)
-        tracked.result.made_by(call.recipe, index)
+        tracked.result.made_by(call.recipe, index, way)
+
+    def _way_of(
+        self, tracked: TrackedStorage, tensors: Sequence[torch.Tensor], inputs: Inputs
+    ) -> Way:
+        """Return the way in which a value is recomputed from these inputs; NO_WAY if it is not.
+
+        It is not if it was saved without a trial because another step signature has a proof.
+        """
+        way, signature = self._values.way_of(tracked.number, tensors, inputs), self.step.signature
+        if tracked.result is None or not tracked.result.is_saved_unsure or signature is None:
+            return way
+        is_proved = signature.evidence.recomputed.holds(way, tracked.result.nbytes)
+        return way if is_proved else NO_WAY
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
         """Record for casts saved while a function ran which of its arguments they copy."""
@@ -418,10 +451,11 @@ class Recording:
                 self._cast_again(cast, source, inputs)
 
     def _cast_again(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
-        if cast.tracked.result is not None:
+        tracked, way = cast.tracked, self._way_of(cast.tracked, [source], inputs)
+        if tracked.result is not None and way is not NO_WAY:
             call = Call(torch.Tensor.to, (source, cast.dtype), {})
-            recipe = call.recipe_of(self._values.hold([source], inputs), source.device.type)
-            cast.tracked.result.made_by(recipe, None)
+            sources = self._values.hold([source], inputs, tracked.number)
+            tracked.result.made_by(call.recipe_of(sources, source.device.type), None, way)
 
     # --- along a script ---------------------------------------------------------------------
 
@@ -430,16 +464,16 @@ class Recording:
         expected = self.step.expected
         if expected.what is not SAVED:
             return None
-        result = None
+        result, decision = None, expected.decision_for(storage.nbytes())
         if expected.matters:
             tracked = self._values.look_up(expected, tensor, storage)
             if tracked is None:
                 return None
-            self._expect_operation(tensor, tracked, expected.decision, is_first=expected.is_new)
+            decision = self._expect_operation(tensor, tracked, decision, is_first=expected.is_new)
             result = tracked.result
         nbytes = storage.nbytes()
         self._note_saved(nbytes)
-        return SavedValue(expected.value, expected.decision_for(nbytes), result)
+        return SavedValue(expected.value, decision, result)
 
     def _match_results(self, call: Call, made: Any) -> bool:
         """Return whether the script expects the results of a call; advance past them."""

@@ -197,8 +197,8 @@ class StepSignature:
     def grow(self, sizes: Mapping[int, int]) -> None:
         """Take over the `sizes` in bytes of values, by number, where they are larger than known.
 
-        Sizes of values that are not saved are not recorded. They are assumed to grow by the same
-        factor as all saved values together.
+        Sizes of values that are not saved are recorded only where recipes read them. The others are
+        assumed to grow by the same factor as all saved values together.
         """
         larger = {n: nbytes for n, nbytes in sizes.items() if nbytes > self.values[n].nbytes}
         if not larger:
@@ -210,7 +210,7 @@ class StepSignature:
             self.__dict__.pop(name, None)
         growth = self.saved_bytes / before if before else 1.0
         for value in self.values:
-            if not value.is_saved:
+            if not value.is_saved and value.number not in larger:
                 value.grow(int(growth * value.nbytes))
         if self._root is not None:
             numbers = saved_numbers(self._root.events)
@@ -270,11 +270,8 @@ class StepSignature:
         """
         decisions = _with_overwritten(self.values, decisions)
         self.mark_planned()
-        before, ways = self.followed, self.evidence.ways.of(self.values, decisions)
-        logged = self._logged.setdefault(tuple(decisions), [])
-        followed = FollowedPlan(
-            self.events, self.values, decisions, ways=ways, logged=logged, shown=shown
-        )
+        before, logged = self.followed, self._logged.setdefault(tuple(decisions), [])
+        followed = FollowedPlan(self.events, self.values, decisions, logged=logged, shown=shown)
         if before is not None and before.decisions == decisions:
             followed.goes_on_from(before)
         else:

@@ -28,6 +28,7 @@ from storm_client.eager.sources import (
     RecipeResult,
     Source,
 )
+from storm_client.eager.ways import NO_WAY, Way
 from storm_client.monitoring.layers import Layers, Place
 from storm_client.planner.decisions import Decision, Replay
 from storm_client.saved.ranges import WeakStorage
@@ -57,7 +58,17 @@ class SaveHooks(NamedTuple):
 class TrackedStorage:
     """A storage of the current step, at one version."""
 
-    __slots__ = ("before", "copy", "is_overwritten", "number", "pin", "result", "value", "version")
+    __slots__ = (
+        "before",
+        "copied_for",
+        "copy",
+        "is_overwritten",
+        "number",
+        "pin",
+        "result",
+        "value",
+        "version",
+    )
 
     def __init__(
         self,
@@ -78,6 +89,8 @@ class TrackedStorage:
         self.result: Result | None = None
         self.copy: PackedInput | None = None
         """If no operation made the value: the copy that recipes read instead."""
+        self.copied_for = -1
+        """The number of the value for whose recipe that copy was made."""
         self.is_overwritten = False
         """Whether its memory was modified uncounted."""
 
@@ -117,7 +130,7 @@ class Values:
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
         """Keep or offload a value from which others are recomputed; return the packed value."""
-        decision = self._step.decision_for(number, tensor.untyped_storage().nbytes())
+        decision = self._step.decision_for_input(number, tensor.untyped_storage().nbytes())
         return self._hooks.pack_input(tensor, decision, self._step.layer(number))
 
     def forget(self) -> None:
@@ -140,13 +153,15 @@ class Values:
         if tracked is not None and tracked.version == version:
             return tracked
         number, node = len(self._step.values), maker_of(tensor)
+        is_made = is_result(tensor)
         value = RecordedValue(
             number=number,
             nbytes=storage.nbytes(),
             dtype=tensor.dtype,
             shape=tensor.shape,
             device=tensor.device,
-            is_result=is_result(tensor),
+            is_result=is_made,
+            is_copied=not is_made,
             made_by="" if node is None else node.name(),
             is_made_inside=node is None and storage._cdata in self._made,
             place=self._place(number),
@@ -373,8 +388,35 @@ class Values:
         counts_anyway = self._counts_gradless and torch.is_grad_enabled()
         return output.requires_grad or counts_anyway or is_in_function()
 
-    def sources(self, call: Call, output: torch.Tensor, inputs: Inputs) -> list[Source] | None:
-        """Hold the inputs of a call for an output; None if an overwritten one has no recipe."""
+    def way_of(self, number: int, tensors: Sequence[torch.Tensor], inputs: Inputs) -> Way:
+        """Return the way in which a value would be recomputed from these inputs, made just now.
+
+        NO_WAY if it would not be the plan's. That is so where the step has followed another plan
+        before: an input may have a recipe in only one of the two plans, or one of another way, or
+        its copy may have been made for another operation.
+        """
+        plan = self._step.plan
+        if plan is None:
+            return NO_WAY
+        for tensor, tracked in zip(tensors, inputs, strict=True):
+            if tracked is None:
+                continue
+            if isinstance(plan.decisions[tracked.number], Replay):
+                if tracked.result is None or tracked.result.way != plan.ways[tracked.number]:
+                    return NO_WAY
+            elif not is_result(tensor):
+                reader = number if tracked.copy is None else tracked.copied_for
+                if reader != plan.first_readers.get(tracked.number):
+                    return NO_WAY
+        return plan.ways[number]
+
+    def sources(
+        self, call: Call, output: torch.Tensor, inputs: Inputs, number: int
+    ) -> list[Source] | None:
+        """Hold the inputs of a call for an output, the value `number`.
+
+        Returns None if an overwritten one has no recipe.
+        """
         tensors = call.tensors()
         if call.reads_layout:
             return [Blank.like(tensor) for tensor in tensors]
@@ -385,15 +427,16 @@ class Values:
         if len(results) < count:
             return None
         written = map(OverwrittenResult.over, results, tensors)
-        return [*written, *self.hold(tensors[count:], inputs[count:])]
+        return [*written, *self.hold(tensors[count:], inputs[count:], number)]
 
-    def hold(self, tensors: Sequence[torch.Tensor], inputs: Inputs) -> list[Source]:
-        """Hold the inputs of a recipe."""
+    def hold(self, tensors: Sequence[torch.Tensor], inputs: Inputs, number: int) -> list[Source]:
+        """Hold the inputs of the recipe of a value, in the order of the tensors."""
         return [
-            self._source(tensor, tracked) for tensor, tracked in zip(tensors, inputs, strict=True)
+            self._source(tensor, tracked, number)
+            for tensor, tracked in zip(tensors, inputs, strict=True)
         ]
 
-    def _source(self, tensor: torch.Tensor, tracked: TrackedStorage | None) -> Source:
+    def _source(self, tensor: torch.Tensor, tracked: TrackedStorage | None, reader: int) -> Source:
         if tracked is None:
             if tensor.untyped_storage().nbytes() >= self._min_bytes:
                 return Alias.of(tensor)  # a parameter
@@ -410,6 +453,7 @@ class Values:
             tracked.copy = PackedInput(
                 self.pack_input(copied(tensor), tracked.number), self._hooks.restore_input
             )
+            tracked.copied_for = reader
         return Copied(tracked.copy, View.of(tensor))
 
     def _held(

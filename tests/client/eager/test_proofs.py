@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.eager.events import RecordedValue
 from storm_client.eager.followed_plan import FollowedPlan
-from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Trial, Ways
+from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Trial
 from storm_client.eager.signature import StepSignature
+from storm_client.eager.ways import Way, first_readers, ways_of
 from storm_client.planner.decisions import OFFLOAD, Replay
 from support.planning import replay_all
 from torch import Tensor
@@ -37,20 +38,23 @@ def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None
 def test_a_way_includes_when_an_input_that_no_operation_made_is_copied() -> None:
     """Something may write to it uncounted between the operations that read it."""
 
-    def value(number: int, *inputs: int, is_result: bool) -> RecordedValue:
+    def value(number: int, *inputs: int, is_copied: bool) -> RecordedValue:
         shape = torch.Size([4])
-        return RecordedValue(number, 16, torch.float32, shape, is_result=is_result, inputs=inputs)
+        return RecordedValue(number, 16, torch.float32, shape, is_copied=is_copied, inputs=inputs)
 
-    def way_of_the_last(*values: RecordedValue, replays_both: bool) -> int:
-        first = Replay() if replays_both else OFFLOAD
-        return ways.of(values, [OFFLOAD, first, Replay()])[-1]
+    def way_of_the_last(*values: RecordedValue, replays_both: bool, order: Sequence[int]) -> Way:
+        events = [(torch.sin, number, torch.float32, values[number].inputs) for number in order]
+        decisions = [OFFLOAD, Replay() if replays_both else OFFLOAD, Replay()]
+        return ways_of(values, decisions, first_readers(events, values, decisions))[-1]
 
-    ways = Ways()
-    for is_result in (False, True):
-        made = value(0, is_result=is_result)
-        values = made, value(1, 0, is_result=True), value(2, 0, is_result=True)
-        both, alone = (way_of_the_last(*values, replays_both=one) for one in (True, False))
-        assert (both == alone) == is_result
+    for is_copied in (False, True):
+        made = value(0, is_copied=is_copied)
+        values = made, value(1, 0, is_copied=False), value(2, 0, is_copied=False)
+        alone = way_of_the_last(*values, replays_both=False, order=(1, 2))
+        both = way_of_the_last(*values, replays_both=True, order=(1, 2))
+        turned = way_of_the_last(*values, replays_both=True, order=(2, 1))
+        assert (both == alone) == (not is_copied)
+        assert turned == alone
 
 
 @pytest.mark.parametrize("fails_first", [False, True])
@@ -58,7 +62,7 @@ def test_a_value_that_is_the_same_at_times_only_is_rejected(fails_first: bool) -
     """Of two backward passes through one step, the second may meet an uncounted write."""
     values = [RecordedValue(0, 16, torch.float32, torch.Size([4]), operation="mul")]
     signature = StepSignature((), values)
-    plan = FollowedPlan((), values, [Replay()], ways=[0], logged=[])
+    plan = FollowedPlan((), values, [Replay()], logged=[])
     trial, evidence = Trial(signature, 0, plan, 16), signature.evidence
     if fails_first:
         trial.fail("other bits")
@@ -121,7 +125,7 @@ def test_a_failure_is_the_fault_of_what_is_proved_up_to_there(
         for n in range(5)
     ]
     signature = StepSignature((), values)
-    plan = FollowedPlan((), values, [Replay()] * 5, ways=list(range(5)), logged=[])
+    plan = FollowedPlan((), values, [Replay()] * 5, logged=[])
     for number in proved:
         Trial(signature, number, plan, 8).succeed()
     for number in failed:

@@ -54,11 +54,13 @@ def test_what_is_still_held_is_recomputed_for_what_is_made_from_it() -> None:
     held = scaled(x)
     pin = pins.add(held.untyped_storage())
     result = Result(held, pin, pins)
-    result.made_by(recipe_of(scaled, x), None)
+    result.made_by(recipe_of(scaled, x), None, b"a way")
     source = RecipeResult(result, View.of(held), SavedVersion.of(held, pin.address))
     made = held.exp()
     tried = Result(made, pins.add(made.untyped_storage()), pins)
-    tried.made_by(Recipe(torch.exp, [Input(source, requires_grad=False)], {}, "cpu"), None)
+    tried.made_by(
+        Recipe(torch.exp, [Input(source, requires_grad=False)], {}, "cpu"), None, b"a way"
+    )
     factor[0] = 3.0
     assert torch.equal(tried.made(), scaled(x).exp())
 
@@ -68,7 +70,7 @@ def test_what_a_backward_pass_gets_shares_memory_as_long_as_it_holds_some() -> N
     x, pins = seeded("cpu", 8, 8), Pins()
     made = x.exp()
     result = Result(made, pins.add(made.untyped_storage()), pins)
-    result.made_by(recipe_of(torch.exp, x), None)
+    result.made_by(recipe_of(torch.exp, x), None, b"a way")
     views = [(View.of(one), SavedVersion.of(one, 0)) for one in (made[:4], made)]
     del made
     part, whole = (result.unpacked(*one) for one in views)
