@@ -48,6 +48,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 import pytest
 from hypothesis import HealthCheck, settings
 from support.waiting import wait_until
+from support.whole_device import gpus
 
 # How long an example takes says how busy the machine is, not whether the code is right. `make test`
 # tries few, `make test-slow` many: --hypothesis-profile=thorough.
@@ -122,7 +123,17 @@ def _set_aside(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def held_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have a test that is marked so measure a GPU's memory while no other test uses it."""
+    if request.node.get_closest_marker("gpu"):
+        with gpus(alone=request.node.get_closest_marker("alone") is not None):
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest, held_gpus: None) -> Iterator[None]:
     """Fail a test that leaves threads, descriptors, shared memory or ignored signals behind."""
     if request.node.get_closest_marker("gpu"):
         _open_cuda()

@@ -91,6 +91,7 @@ def test_settings_that_forbid_exports_or_join_streams(
         assert lines(process, 7) == ["ready", *["same"] * 5, "done"]
 
 
+@pytest.mark.alone
 def test_expandable_segments_are_used_in_place_and_given_back(daemon: ChildDaemon) -> None:
     with trainer(daemon.address, 12, EXPANDING, **EXPANDABLE) as process:
         said = lines(process, 15)
@@ -101,6 +102,7 @@ def test_expandable_segments_are_used_in_place_and_given_back(daemon: ChildDaemo
     assert int(said[13].removeprefix("held ")) < 64 << 20, said
 
 
+@pytest.mark.alone
 def test_a_killed_trainers_expandable_segments_are_freed(daemon: ChildDaemon) -> None:
     torch.cuda.init()
     free, _ = torch.cuda.mem_get_info()

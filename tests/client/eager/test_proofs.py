@@ -1,8 +1,8 @@
-"""At which sizes something is proved, and in which ways values are recomputed."""
+"""At which sizes something is proved, and what a failed trial is the fault of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -14,8 +14,7 @@ from storm_client.eager.events import RecordedValue
 from storm_client.eager.followed_plan import FollowedPlan
 from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Trial
 from storm_client.eager.signature import StepSignature
-from storm_client.eager.ways import Way, first_readers, ways_of
-from storm_client.planner.decisions import OFFLOAD, Replay
+from storm_client.planner.decisions import Replay
 from support.planning import replay_all
 from torch import Tensor
 
@@ -33,28 +32,6 @@ def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None
     else:
         assert proofs.holds("this", nbytes) == (min(compared) <= nbytes <= max(compared))
     assert not proofs.holds("another", nbytes)
-
-
-def test_a_way_includes_when_an_input_that_no_operation_made_is_copied() -> None:
-    """Something may write to it uncounted between the operations that read it."""
-
-    def value(number: int, *inputs: int, is_copied: bool) -> RecordedValue:
-        shape = torch.Size([4])
-        return RecordedValue(number, 16, torch.float32, shape, is_copied=is_copied, inputs=inputs)
-
-    def way_of_the_last(*values: RecordedValue, replays_both: bool, order: Sequence[int]) -> Way:
-        events = [(torch.sin, number, torch.float32, values[number].inputs) for number in order]
-        decisions = [OFFLOAD, Replay() if replays_both else OFFLOAD, Replay()]
-        return ways_of(values, decisions, first_readers(events, values, decisions))[-1]
-
-    for is_copied in (False, True):
-        made = value(0, is_copied=is_copied)
-        values = made, value(1, 0, is_copied=False), value(2, 0, is_copied=False)
-        alone = way_of_the_last(*values, replays_both=False, order=(1, 2))
-        both = way_of_the_last(*values, replays_both=True, order=(1, 2))
-        turned = way_of_the_last(*values, replays_both=True, order=(2, 1))
-        assert (both == alone) == (not is_copied)
-        assert turned == alone
 
 
 @pytest.mark.parametrize("fails_first", [False, True])

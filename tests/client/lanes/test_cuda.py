@@ -271,12 +271,13 @@ def test_a_storage_freed_before_it_is_read_raises(client: storm.Client, read: li
 
 
 def used_bytes() -> int:
-    """Return what all processes hold on the device: no other test may run there meanwhile."""
+    """Return what all processes hold on the device."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
+@pytest.mark.alone
 def test_freed_memory_is_given_back(client: storm.Client, read: list[int]) -> None:
     model, x = network(), batch()
     offload = client.offload(model, min_bytes=1)

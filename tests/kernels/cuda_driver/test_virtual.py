@@ -26,6 +26,7 @@ def tensor() -> Iterator[torch.Tensor]:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_a_piece_is_told_from_what_is_mapped_there_next(tensor: torch.Tensor) -> None:
     from storm_kernels.cuda_driver import (
         allocation,

@@ -1,0 +1,28 @@
+"""Lets a test have the GPUs to itself while workers of xdist run others: it measures their memory.
+
+Two file locks do it. Each test of a GPU passes the gate and enters the room. A test that is marked
+`alone` waits in the gate until the room is empty, so those that come later wait for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["gpus"]
+
+
+@contextmanager
+def gpus(*, alone: bool) -> Iterator[None]:
+    """Hold the GPUs: together with other tests, or alone."""
+    place = Path(tempfile.gettempdir())
+    names = (place / f"stormd-tests-{os.getuid()}-{name}" for name in ("gate", "room"))
+    with next(names).open("w") as gate, next(names).open("w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
