@@ -128,7 +128,7 @@ class PlannedStep:
         return "" if self._followed is None else self._followed[position].value.layer
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
-        """Keep or offload a value from which others are recomputed; see `Values.pack_input`."""
+        """Keep or offload a value from which others are recomputed; see `RecipeMaker`."""
         return None if self.recording is None else self.recording.pack_input(tensor, number)
 
     def may_offload_early(self, number: int, nbytes: int) -> bool:

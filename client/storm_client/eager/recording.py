@@ -42,17 +42,16 @@ from storm_client.eager.operations import (
     may_view,
     read_by,
 )
+from storm_client.eager.recipe_maker import RecipeMaker
 from storm_client.eager.recognition import StepRecord
 from storm_client.eager.recompute import Pins, Result
 from storm_client.eager.values import (
-    Inputs,
     SaveHooks,
     TrackedStorage,
     Values,
     is_in_function,
     numbers_of,
 )
-from storm_client.eager.ways import NO_WAY, Way
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 from storm_client.saved.snapshots import base_of, is_result
@@ -96,8 +95,9 @@ class Recording:
         matter. If it `counts_gradless`, results without gradients are values, too. With
         `reads_early` values to be offloaded may be read as soon as they are made.
         """
-        self._values = Values(step, min_bytes, layers, hooks, counts_gradless=counts_gradless)
-        self.pack_input = self._values.pack_input
+        self._values = Values(step, min_bytes, layers, counts_gradless=counts_gradless)
+        self._recipes = RecipeMaker(step, self._values, hooks, min_bytes=min_bytes)
+        self.pack_input = self._recipes.pack_input
         self.min_bytes = min_bytes
         """Minimum size in bytes of the tensors that are looked at."""
         self._hidden = calls
@@ -223,26 +223,11 @@ class Recording:
     def _expect_operation(
         self, tensor: torch.Tensor, tracked: TrackedStorage, decision: Decision, *, is_first: bool
     ) -> Decision:
-        """Prepare a saved value for the return of the operation that makes it.
-
-        Returns the decision; one that is to be recomputed is offloaded where it cannot be in the
-        plan's way any more.
-        """
-        made, result = base_of(tensor), tracked.result
-        if isinstance(decision, Replay):
-            if result is None and is_first:
-                tracked.result = Result(made, tracked.pin, self.pins)
-                tracked.result.original = made.detach()  # its recipe is not known yet
-            elif result is None or not self._awaits_recipe_or_is_planned(tracked.number, result):
-                decision = OFFLOAD
+        """Prepare a saved value for the return of the operation that makes it; see `expect`."""
+        made = base_of(tensor)
         if is_first and not tracked.value.over:
             self._casts.saved(tracked, made)
-        return decision
-
-    def _awaits_recipe_or_is_planned(self, number: int, result: Result) -> bool:
-        """Return whether a result's recipe is not known yet, or recomputes it in the plan's way."""
-        plan = self.step.plan
-        return not result.has_recipe or (plan is not None and result.way == plan.ways[number])
+        return self._recipes.expect(made, tracked, decision, is_first=is_first)
 
     def begins(self, *, keeps: bool = False) -> None:
         """Note that a function of the table begins; with `keeps` collect the tensors it saves."""
@@ -381,7 +366,7 @@ class Recording:
             self._values.reads_parameters(value, call.tensors())
             event = (call.function, tracked.number, value.dtype, value.inputs)
             if isinstance(self._record(event, storage.nbytes()), Replay):
-                self._plan_recompute(
+                self._recipes.make(
                     tracked, call, found, output, None if outputs[0] is made else index
                 )
         step.enter_script()
@@ -398,43 +383,6 @@ class Recording:
         self._casts.clear()
         self._kept = None
 
-    def _plan_recompute(
-        self,
-        tracked: TrackedStorage,
-        call: Call,
-        inputs: Inputs,
-        output: torch.Tensor,
-        index: int | None,
-    ) -> None:
-        """Have a value recomputed: it is output `index` of `call`, or the only output if None.
-
-        A value that cannot be recomputed in the plan's way is kept if it is saved already.
-        """
-        way = self._way_of(tracked, call.tensors(), inputs)
-        if way is NO_WAY:
-            return
-        if call.recipe is None:
-            sources = self._values.sources(call, output, inputs, tracked.number)
-            if sources is None:
-                return
-            call.recipe = call.recipe_of(sources, output.device.type)
-        if tracked.result is None:
-            tracked.result = Result(output, tracked.pin, self.pins)
-        tracked.result.made_by(call.recipe, index, way)
-
-    def _way_of(
-        self, tracked: TrackedStorage, tensors: Sequence[torch.Tensor], inputs: Inputs
-    ) -> Way:
-        """Return the way in which a value is recomputed from these inputs; NO_WAY if it is not.
-
-        It is not if it was saved without a trial because another step signature has a proof.
-        """
-        way, signature = self._values.way_of(tracked.number, tensors, inputs), self.step.signature
-        if tracked.result is None or not tracked.result.is_saved_unsure or signature is None:
-            return way
-        is_proved = signature.evidence.recomputed.holds(way, tracked.result.nbytes)
-        return way if is_proved else NO_WAY
-
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
         """Record for casts saved while a function ran which of its arguments they copy."""
         for cast in self._casts.take():
@@ -448,14 +396,7 @@ class Recording:
             value.is_cached = cast.is_cached(source)
             event = (CAST, tracked.number, cast.dtype, value.inputs)
             if isinstance(self._record(event, value.nbytes), Replay):
-                self._cast_again(cast, source, inputs)
-
-    def _cast_again(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
-        tracked, way = cast.tracked, self._way_of(cast.tracked, [source], inputs)
-        if tracked.result is not None and way is not NO_WAY:
-            call = Call(torch.Tensor.to, (source, cast.dtype), {})
-            sources = self._values.hold([source], inputs, tracked.number)
-            tracked.result.made_by(call.recipe_of(sources, source.device.type), None, way)
+                self._recipes.make_cast(cast, source, inputs)
 
     # --- along a script ---------------------------------------------------------------------
 
@@ -516,7 +457,7 @@ class Recording:
         tracked = self._values.look_up(expected, output, storage, call.version)
         if tracked is None:
             return False
-        self._plan_recompute(tracked, call, inputs, output, index)
+        self._recipes.make(tracked, call, inputs, output, index)
         return True
 
     def _overwrites_unexpected(self, call: Call, output: torch.Tensor) -> bool:
@@ -541,7 +482,7 @@ class Recording:
                     inputs = self._values.match_tensors([source], expected.inputs)
                     if inputs is None:
                         return False
-                    self._cast_again(cast, source, inputs)
+                    self._recipes.make_cast(cast, source, inputs)
                 self._note_cast(cast, source)
                 return True
         return False

@@ -1,4 +1,4 @@
-"""Tracks which value of a step each storage holds, and holds the inputs of recipes.
+"""Tracks which value of a step each storage holds.
 
 A storage is identified by the address of its implementation. A weak reference prevents that address
 from being reused until the block ends.
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from storm_client.eager.bits import copied
 from storm_client.eager.calls import Call, is_plain
 from storm_client.eager.events import RecordedValue
 from storm_client.eager.followed_plan import Expected
@@ -19,21 +18,13 @@ from storm_client.eager.recognition import StepRecord
 from storm_client.eager.recompute import Pins, Result
 from storm_client.eager.sources import (
     ALIGNMENT_BYTES,
-    Alias,
-    Blank,
-    Copied,
     HeldInputs,
-    OverwrittenResult,
     PackedInput,
-    RecipeResult,
-    Source,
 )
-from storm_client.eager.ways import NO_WAY, Way
 from storm_client.monitoring.layers import Layers, Place
-from storm_client.planner.decisions import Decision, Replay
+from storm_client.planner.decisions import Decision
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.snapshots import Ready, base_of, is_result, maker_of
-from storm_client.saved.versions import KeptTensor, SavedVersion, View
 
 __all__ = ["Inputs", "SaveHooks", "TrackedStorage", "Values", "is_in_function", "numbers_of"]
 
@@ -107,17 +98,15 @@ class Values:
         step: StepRecord,
         min_bytes: int,
         layers: Layers,
-        hooks: SaveHooks,
         *,
         counts_gradless: bool,
     ) -> None:
-        """Track storages of at least `min_bytes`; `hooks` keep or offload inputs of recipes.
+        """Track storages of at least `min_bytes`.
 
         If it `counts_gradless`, results without gradients are values as well.
         """
         self.pins = Pins()
         """Weak references to all storages that were looked at; results hold this object, too."""
-        self._hooks = hooks
         self._step = step
         self._min_bytes = min_bytes
         self._counts_gradless = counts_gradless
@@ -127,11 +116,6 @@ class Values:
         """By a parameter's identity: the parameter, and the last value made from it."""
         self._made: set[int] = set()
         """Addresses of the storages without gradients that functions of the step have returned."""
-
-    def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
-        """Keep or offload a value from which others are recomputed; return the packed value."""
-        decision = self._step.decision_for_input(number, tensor.untyped_storage().nbytes())
-        return self._hooks.pack_input(tensor, decision, self._step.layer(number))
 
     def forget(self) -> None:
         """Free everything."""
@@ -387,85 +371,6 @@ class Values:
         """
         counts_anyway = self._counts_gradless and torch.is_grad_enabled()
         return output.requires_grad or counts_anyway or is_in_function()
-
-    def way_of(self, number: int, tensors: Sequence[torch.Tensor], inputs: Inputs) -> Way:
-        """Return the way in which a value would be recomputed from these inputs, made just now.
-
-        NO_WAY if it would not be the plan's. That is so where the step has followed another plan
-        before: an input may have a recipe in only one of the two plans, or one of another way, or
-        its copy may have been made for another operation.
-        """
-        plan = self._step.plan
-        if plan is None:
-            return NO_WAY
-        for tensor, tracked in zip(tensors, inputs, strict=True):
-            if tracked is None:
-                continue
-            if isinstance(plan.decisions[tracked.number], Replay):
-                if tracked.result is None or tracked.result.way != plan.ways[tracked.number]:
-                    return NO_WAY
-            elif not is_result(tensor):
-                reader = number if tracked.copy is None else tracked.copied_for
-                if reader != plan.first_readers.get(tracked.number):
-                    return NO_WAY
-        return plan.ways[number]
-
-    def sources(
-        self, call: Call, output: torch.Tensor, inputs: Inputs, number: int
-    ) -> list[Source] | None:
-        """Hold the inputs of a call for an output, the value `number`.
-
-        Returns None if an overwritten one has no recipe.
-        """
-        tensors = call.tensors()
-        if call.reads_layout:
-            return [Blank.like(tensor) for tensor in tensors]
-        count = len(self.former(call, output))
-        results = [
-            tracked.result for tracked in inputs[:count] if tracked is not None and tracked.result
-        ]
-        if len(results) < count:
-            return None
-        written = map(OverwrittenResult.over, results, tensors)
-        return [*written, *self.hold(tensors[count:], inputs[count:], number)]
-
-    def hold(self, tensors: Sequence[torch.Tensor], inputs: Inputs, number: int) -> list[Source]:
-        """Hold the inputs of the recipe of a value, in the order of the tensors."""
-        return [
-            self._source(tensor, tracked, number)
-            for tensor, tracked in zip(tensors, inputs, strict=True)
-        ]
-
-    def _source(self, tensor: torch.Tensor, tracked: TrackedStorage | None, reader: int) -> Source:
-        if tracked is None:
-            if tensor.untyped_storage().nbytes() >= self._min_bytes:
-                return Alias.of(tensor)  # a parameter
-            if is_result(tensor):
-                return self._held(KeptTensor.keeping(tensor), tensor)
-            return Alias.of(copied(tensor))  # the tensor itself can be written to uncounted
-        if tracked.result is not None and self._recomputes(tracked):
-            tracked.result.expect_use()
-            version = SavedVersion.of(tensor, tracked.pin.address)
-            return RecipeResult(tracked.result, View.of(tensor), version)
-        if is_result(tensor):
-            return self._held(self.pack_input(tensor, tracked.number), tensor, tracked)
-        if tracked.copy is None:
-            tracked.copy = PackedInput(
-                self.pack_input(copied(tensor), tracked.number), self._hooks.restore_input
-            )
-            tracked.copied_for = reader
-        return Copied(tracked.copy, View.of(tensor))
-
-    def _held(
-        self, packed: Any, tensor: torch.Tensor, tracked: TrackedStorage | None = None
-    ) -> PackedInput:
-        """Hold a tensor that was packed for a recipe, and whose memory autograd may get, too."""
-        held = PackedInput(packed, self._hooks.restore_input, tracked)
-        return self._hooks.inputs.add(held, tensor.untyped_storage()._cdata)
-
-    def _recomputes(self, tracked: TrackedStorage) -> bool:
-        """Return whether the present plan recomputes a value, which an earlier one may have."""
-        return isinstance(self._step.decision_for(tracked.number, tracked.value.nbytes), Replay)
 
     def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter)

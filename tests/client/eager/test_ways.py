@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from storm_client.eager.events import SAVED, Event, RecordedValue
+from storm_client.eager.recipe_maker import RecipeMaker
 from storm_client.eager.recognition import StepRecord, StepSignatures
 from storm_client.eager.recompute import Result
 from storm_client.eager.signature import StepSignature
@@ -67,7 +68,8 @@ class Step:
         self.plan = signature.followed
         record = StepRecord(StepSignatures(), signature)
         hooks = SaveHooks(*[None] * len(SaveHooks._fields))  # type: ignore[arg-type]
-        self.values = Values(record, 1, Layers([]), hooks, counts_gradless=False)
+        self.values = Values(record, 1, Layers([]), counts_gradless=False)
+        self.recipes = RecipeMaker(record, self.values, hooks, min_bytes=1)
         self.tensors = [torch.zeros(SHAPE) for _ in values]
         self.tracked = [self.track(*one) for one in zip(values, self.tensors, strict=True)]
 
@@ -77,7 +79,7 @@ class Step:
     def way(self, number: int) -> Way:
         inputs = INPUTS[number]
         tensors, tracked = ([of[n] for n in inputs] for of in (self.tensors, self.tracked))
-        return self.values.way_of(number, tensors, tracked)  # type: ignore[arg-type]
+        return self.recipes.way_of(number, tensors, tracked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("copied_for", "is_planned"), [(None, False), (1, True), (2, False)])
