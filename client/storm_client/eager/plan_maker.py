@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +49,8 @@ class PlanOptions:
     """The user's own functions that may be recomputed."""
 
 
+log = logging.getLogger(__name__)
+
 _HOST: Final = torch.device("cpu")
 
 _SWITCHED_OFF: Final = "replay=False was passed"
@@ -81,6 +84,10 @@ class PlanMaker:
         """The thread time that steps following a plan spend on tensors offloaded in place."""
         self.lacked_bytes = 0
         """Bytes that the devices have lacked so far; plans leave them free."""
+        self._has_planned = False
+        """Whether a plan was made that keeps the budget."""
+        self._has_warned = False
+        """Whether it was said that a later one does not."""
 
     def met_compiled_code(self) -> None:
         """Recompute nothing from now on: steps run compiled code, which nobody watches."""
@@ -92,7 +99,7 @@ class PlanMaker:
         Steps that recompute nothing get another signature, since nobody watches their functions.
 
         Raises:
-            UsageError: the budget cannot be kept.
+            UsageError: the budget cannot be kept, and no plan before has kept it.
         """
         problem, machine, room = (
             self.problem(signature),
@@ -140,7 +147,7 @@ class PlanMaker:
         """Return the figures for a signature's plan; `steps` holds the times by each plan.
 
         Raises:
-            UsageError: the budget cannot be kept.
+            UsageError: the budget cannot be kept, and no plan before has kept it.
         """
         signature.mark_planned()  # later knowledge is reported in the next round
         problem = self.problem(signature)
@@ -261,14 +268,25 @@ class PlanMaker:
         return max(0, room - self.lacked_bytes)
 
     def _check_budget(self, problem: Problem) -> None:
+        """Raise if the first plan cannot keep the budget; warn if a later one cannot.
+
+        A batch may be longer than all before. Training goes on, and keeps as little as possible.
+        """
         largest = max((value.nbytes for value in problem.saved), default=0)
         budget = self.options.budget
-        if type(budget) is int and budget < largest:
-            given, needed = format_apart(budget, largest)
-            raise UsageError(
-                f"budget is {given}, and the largest tensor of a step has {needed}, which is the "
-                "least possible; raise it, or pass budget='least'"
-            )
+        if type(budget) is not int or budget >= largest:
+            self._has_planned = True
+            return
+        given, needed = format_apart(budget, largest)
+        message = (
+            f"budget is {given}, and the largest tensor of a step has {needed}, which is the "
+            "least possible; raise it, or pass budget='least'"
+        )
+        if not self._has_planned:
+            raise UsageError(message)
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s; until then such steps keep as little as possible", message)
 
     # --- what is chosen ---------------------------------------------------------------------
 

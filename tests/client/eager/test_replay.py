@@ -696,6 +696,19 @@ def test_a_budget_that_cannot_be_kept(device: str, client: storm.Client) -> None
         step(net, x, lambda: offload)
 
 
+def test_a_budget_that_longer_batches_outgrow(
+    device: str, client: storm.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training does not end in the middle: the steps keep as little as possible."""
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, budget=4 * x.nbytes)
+    for batch in (x, x, x, x.repeat(16, 1), x.repeat(16, 1), x.repeat(16, 1), x):
+        expected = step(net, batch, nullcontext)
+        assert_identical(step(net, batch, lambda: offload), expected)
+    said = [one.levelname for one in caplog.records if "least possible" in one.message]
+    assert said == ["WARNING"]
+
+
 def test_the_budget_of_the_environment(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

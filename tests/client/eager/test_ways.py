@@ -15,7 +15,7 @@ from storm_client.eager.sources import PackedInput
 from storm_client.eager.values import SaveHooks, TrackedStorage, Values
 from storm_client.eager.ways import NO_WAY, Way, first_readers, ways_of
 from storm_client.monitoring.layers import Layers
-from storm_client.planner.decisions import OFFLOAD, Decision, Replay
+from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 from torch import Tensor
 
 SHAPE = torch.Size([4])
@@ -103,3 +103,15 @@ def test_an_input_that_is_recomputed_otherwise_is_another_way(recomputed: str | 
         tracked.result = Result(tensor, tracked.pin, step.values.pins)
         tracked.result.way = step.plan.ways[1] if recomputed == "as planned" else b"another"
     assert step.way(3) == (step.plan.ways[3] if recomputed == "as planned" else NO_WAY)
+
+
+@pytest.mark.parametrize("nbytes", [NBYTES, NBYTES + 1])
+def test_a_step_knows_that_an_input_has_outgrown_what_the_plan_keeps(nbytes: int) -> None:
+    """It offloads such an input, so what it recomputes proves nothing for the plan."""
+    signature = StepSignature(events_of((1, 2, 3)), recorded(is_copied=True))
+    signature.follow([Keep("budget"), Replay(), Replay(), Replay()])
+    record = StepRecord(StepSignatures(), signature)
+    has_outgrown = nbytes > NBYTES
+    assert isinstance(record.decision_for_input(0, nbytes), Offload if has_outgrown else Keep)
+    assert record.has_outgrown_plan == has_outgrown
+    assert record.larger == ({0: nbytes} if has_outgrown else {})
