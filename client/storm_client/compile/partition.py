@@ -12,6 +12,7 @@ and frees it after its last use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -52,6 +53,8 @@ from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.machine import expected_ratio, machine_of
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
+
+log = logging.getLogger(__name__)
 
 __all__ = ["NUMBER", "Partitioner", "divided"]
 
@@ -113,7 +116,8 @@ def divided(
     `static` are the indices of the forward graph's inputs that live longer than it does.
 
     Raises:
-        UsageError: the budget is below the least possible, which the message names.
+        UsageError: the budget is below the least possible, which the message names, and training
+            has not begun.
     """
     save_bases(forward, backward, outputs)
     pair = _Pair(forward, backward, outputs, SavedValues(forward, backward, outputs, static, rules))
@@ -224,7 +228,11 @@ class _Pair:
     # --- changing the graphs ----------------------------------------------------------------
 
     def apply(self, values: list[Value], budget: Budget, share: BudgetShare) -> Graph:
-        """Change both graphs for a budget, or for that share of a budget in bytes."""
+        """Change both graphs for a budget, or for that share of a budget in bytes.
+
+        Raises:
+            UsageError: the budget is below the least possible, and training has not begun.
+        """
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
         if self.machine.hides:
@@ -234,11 +242,15 @@ class _Pair:
         chosen = schedule(saved, seconds, self.machine, window)
         if type(budget) is int and budget < chosen.least:
             given, needed = format_apart(budget, chosen.least)
-            raise UsageError(
+            message = (
                 f"budget is {given}, but a compiled graph needs {needed} ({chosen.least} bytes) "
                 "of saved tensors on the device at once, which is the least possible; raise it, "
                 "or pass budget='least'"
             )
+            if not share.is_training:
+                raise UsageError(message)
+            log.warning("%s; until then this graph keeps as little as possible", message)
+            budget = "least"
         in_runs = type(budget) is int or budget == "fit"
         count = self._count(budget, chosen, saved, share)
         draft = chosen.draft(count, in_runs=in_runs)

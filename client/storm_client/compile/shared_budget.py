@@ -33,6 +33,8 @@ class BudgetShare(NamedTuple):
     of: int = 1
     taken: int = 0
     """Bytes that the models compiled before may keep."""
+    is_training: bool = False
+    """Whether a backward pass has begun before: a graph is compiled in the middle of a training."""
 
     def left(self, limit: int, least: int) -> int:
         """Return this share of `limit` in bytes; one model at a time needs `least` of it besides.
@@ -67,7 +69,7 @@ class SharedBudget:
         """Return the share of `graphs`, of which one is about to be compiled."""
         others = [one for one in self._sharing if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
-        return BudgetShare(len(taken), len(others) + 1, sum(taken))
+        return BudgetShare(len(taken), len(others) + 1, sum(taken), self._has_seen_backward)
 
     @property
     def kept_bytes(self) -> int:

@@ -212,6 +212,23 @@ def test_a_budget_below_the_least_possible_is_refused_by_name(client: storm.Clie
         Compiler(client, budget=least - 1)(perceptron("cpu"))(seeded("cpu", 16, 32))
 
 
+def test_a_training_goes_on_where_a_later_graph_needs_more_than_the_budget(
+    client: storm.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch that is longer than all before is compiled anew."""
+    x = seeded("cpu", 16, 32)
+    with pytest.raises(storm.UsageError, match="least possible") as refused:
+        Compiler(client, budget=1)(perceptron("cpu"))(x)
+    least = int(str(refused.value).partition("(")[2].partition(" bytes")[0])
+    torch._dynamo.reset()
+    net, plain = perceptron("cpu"), perceptron("cpu")
+    call, expected = Compiler(client, budget=least)(net), torch.compile(plain, backend="aot_eager")
+    for batch in (x, x.repeat(4, 1)):
+        assert torch.equal(step(call, batch), step(expected, batch))
+    assert_identical(gradients(net), gradients(plain))
+    assert sum("least possible" in one.message for one in caplog.records) == 1
+
+
 def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -> None:
     nets = [blocks("cpu", 1) for _ in range(2)]
     wrap = Compiler(client, budget=60_000)
