@@ -87,8 +87,9 @@ class CompiledStep:
         """Run one step, and return the function's results, without gradients.
 
         Raises:
-            UsageError: the function cannot be captured, the budget is below the least possible, or
-                the step is called within saved-tensor hooks. Nothing has changed.
+            UsageError: the function cannot be captured, the budget is below the least possible in
+                the first call, or the step is called within saved-tensor hooks. Nothing has
+                changed.
             StormError: stored values cannot be restored. Nothing has changed but that generators
                 have advanced.
         """

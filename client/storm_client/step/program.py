@@ -25,6 +25,7 @@ from storm_client.compile.exactness import exact_in_eager, exact_in_generated_co
 from storm_client.compile.partition import divided
 from storm_client.compile.runtime import running
 from storm_client.compile.saved_values import Rules
+from storm_client.compile.shared_budget import WHOLE
 from storm_client.compile.target import Graph, Target
 from storm_client.step.captured import Captured
 from storm_client.step.nodes import MICRO_BATCH, memories, reads, writes, written_by
@@ -140,8 +141,8 @@ def program_of(captured: Captured, codegen: str, target: Target) -> Program:
     """Return the graphs of a captured step, planned for a target's budget.
 
     Raises:
-        UsageError: the budget is below the least possible, or the micro-batches cannot run as a
-            loop.
+        UsageError: the budget is below the least possible in the first capture of a step, or the
+            micro-batches cannot run as a loop.
     """
     return _Builder(captured, codegen, target).program()
 
@@ -151,6 +152,7 @@ class _Builder:
 
     def __init__(self, captured: Captured, codegen: str, target: Target) -> None:
         self.captured, self.found, self.budget = captured, ordered(captured), target.budget
+        self.share = WHOLE._replace(is_training=bool(target.graphs))
         self.generate, exact = GENERATORS[codegen]
         touched = written_by(self.found.work)
 
@@ -198,7 +200,13 @@ class _Builder:
         if saved:
             static = self._static(forward)
             graph = divided(
-                forward, backward, self.rules, self.budget, outputs=len(results), static=static
+                forward,
+                backward,
+                self.rules,
+                self.budget,
+                self.share,
+                outputs=len(results),
+                static=static,
             )
         calls = [Call(forward, self.generate(forward), inputs, results, graph)]
         if second:

@@ -378,6 +378,26 @@ def test_a_budget_is_kept_and_what_fits_stays(wrap: Wrap) -> None:
         wrap(Training().step, budget=16)(seeded("cpu", 8, 32))
 
 
+def test_a_training_goes_on_where_a_later_batch_needs_more_than_the_budget(
+    wrap: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = seeded("cpu", 8, 32)
+    with pytest.raises(UsageError, match="least possible") as refused:
+        wrap(Training().step, budget=16)(x)
+    least = int(str(refused.value).partition("(")[2].partition(" bytes")[0])
+    plain, training = Training(), Training()
+    call = wrap(training.step, budget=least)
+    for batch in (x, x.repeat(4, 1), x):
+        losses = []
+        for step in (plain.step, call):
+            torch.manual_seed(1)
+            losses.append(step(batch).detach())
+        assert torch.equal(*losses)
+    found = [*training.net.parameters()], [*plain.net.parameters()]
+    assert_identical(*found)
+    assert sum("least possible" in one.message for one in caplog.records) == 1
+
+
 def test_tensors_of_numbers_may_index(wrap: Wrap) -> None:
     weight = seeded("cpu", 8, 4, grad=True)
 
