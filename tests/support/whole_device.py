@@ -19,9 +19,8 @@ __all__ = ["gpus"]
 @contextmanager
 def gpus(*, alone: bool) -> Iterator[None]:
     """Hold the GPUs: together with other tests, or alone."""
-    place = Path(tempfile.gettempdir())
-    names = (place / f"stormd-tests-{os.getuid()}-{name}" for name in ("gate", "room"))
-    with next(names).open("w") as gate, next(names).open("w") as room:
+    place = Path(tempfile.gettempdir(), f"stormd-tests-{os.getuid()}")
+    with place.with_suffix(".gate").open("w") as gate, place.with_suffix(".room").open("w") as room:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)

@@ -54,9 +54,9 @@ from storm_client.planner.machine import expected_ratio, machine_of
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
 
-log = logging.getLogger(__name__)
-
 __all__ = ["NUMBER", "Partitioner", "divided"]
+
+log = logging.getLogger(__name__)
 
 NUMBER = "stormd_number"
 """The `meta` key of a wait's node for the number of the value that it waits for."""

@@ -70,7 +70,7 @@ class FollowedPlan:
         self.decisions = decisions
         """One per value."""
         self.first_readers = first_readers(events, values, decisions)
-        """See there."""
+        """For each input that recipes copy, the value whose operation is to read it first."""
         self.ways = ways_of(values, decisions, self.first_readers)
         """The way in which each value is recomputed."""
         self.max_bytes = [value.nbytes for value in values]

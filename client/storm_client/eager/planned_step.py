@@ -180,8 +180,8 @@ class PlannedStep:
         with suppress(IndexError):  # several backward threads may take trials
             while True:
                 trial = self._proofs.popleft()
-                is_as_planned = not self.record.has_outgrown_plan
-                if is_as_planned and trial.signature is self.record.ended_as:
+                is_of_its_plan = trial.signature is self.record.ended_as
+                if is_of_its_plan and not self.record.has_outgrown_plan:
                     trial.succeed()
 
     # --- its end ----------------------------------------------------------------------------

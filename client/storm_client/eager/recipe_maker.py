@@ -79,7 +79,7 @@ class RecipeMaker:
         index: int | None,
     ) -> None:
         """Have a value recomputed: it is output `index` of `call`, or the only output if None."""
-        way = self._way_of(tracked, call.tensors(), inputs)
+        way = self.way_of(tracked, call.tensors(), inputs)
         if way is NO_WAY:
             return
         if call.recipe is None:
@@ -93,7 +93,7 @@ class RecipeMaker:
 
     def make_cast(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
         """Have a cast recomputed that autocast has made from `source`."""
-        tracked, way = cast.tracked, self._way_of(cast.tracked, [source], inputs)
+        tracked, way = cast.tracked, self.way_of(cast.tracked, [source], inputs)
         if tracked.result is not None and way is not NO_WAY:
             call = Call(torch.Tensor.to, (source, cast.dtype), {})
             sources = self._hold([source], inputs, tracked.number)
@@ -104,41 +104,36 @@ class RecipeMaker:
         decision = self._step.decision_for_input(number, tensor.untyped_storage().nbytes())
         return self._hooks.pack_input(tensor, decision, self._step.layer(number))
 
-    # --- in the plan's way ------------------------------------------------------------------
-
-    def _way_of(
+    def way_of(
         self, tracked: TrackedStorage, tensors: Sequence[torch.Tensor], inputs: Inputs
     ) -> Way:
-        """Return the way in which a value made just now is recomputed; NO_WAY if it is not.
-
-        It is not if it was saved without a trial because another step signature has a proof.
-        """
-        way, signature = self.way_of(tracked.number, tensors, inputs), self._step.signature
-        if tracked.result is None or not tracked.result.is_saved_unsure or signature is None:
-            return way
-        is_proved = signature.evidence.recomputed.holds(way, tracked.result.nbytes)
-        return way if is_proved else NO_WAY
-
-    def way_of(self, number: int, tensors: Sequence[torch.Tensor], inputs: Inputs) -> Way:
-        """Return the plan's way to recompute a value; NO_WAY if these inputs are not held so.
+        """Return the plan's way to recompute a value made just now; NO_WAY if it cannot be used.
 
         An input may have no recipe, or one of another way, or its copy may have been made for
-        another operation.
+        another operation. And a value may have been saved without a trial, where another step
+        signature has a proof that this one lacks.
         """
-        plan = self._step.plan
-        if plan is None:
+        plan, signature, result = self._step.plan, self._step.signature, tracked.result
+        if plan is None or signature is None:
             return NO_WAY
-        for tensor, tracked in zip(tensors, inputs, strict=True):
-            if tracked is None:
+        for tensor, source in zip(tensors, inputs, strict=True):
+            if source is None:
                 continue
-            if isinstance(plan.decisions[tracked.number], Replay):
-                if tracked.result is None or tracked.result.way != plan.ways[tracked.number]:
+            if self._recomputes(source):
+                if source.result is None or source.result.way != plan.ways[source.number]:
                     return NO_WAY
             elif not is_result(tensor):
-                reader = number if tracked.copy is None else tracked.copied_for
-                if reader != plan.first_readers.get(tracked.number):
+                reader = tracked.number if source.copy is None else source.copied_for
+                if reader != plan.first_readers.get(source.number):
                     return NO_WAY
-        return plan.ways[number]
+        way = plan.ways[tracked.number]
+        if result is None or not result.needs_proof:
+            return way
+        return way if signature.evidence.recomputed.holds(way, result.nbytes) else NO_WAY
+
+    def _recomputes(self, tracked: TrackedStorage) -> bool:
+        """Return whether the present plan recomputes a value, which an earlier one may have."""
+        return isinstance(self._step.decision_for(tracked.number, tracked.value.nbytes), Replay)
 
     # --- sources ----------------------------------------------------------------------------
 
@@ -190,7 +185,3 @@ class RecipeMaker:
         """Hold a tensor that was packed for a recipe, and whose memory autograd may get, too."""
         held = PackedInput(packed, self._hooks.restore_input, tracked)
         return self._hooks.inputs.add(held, tensor.untyped_storage()._cdata)
-
-    def _recomputes(self, tracked: TrackedStorage) -> bool:
-        """Return whether the present plan recomputes a value, which an earlier one may have."""
-        return isinstance(self._step.decision_for(tracked.number, tracked.value.nbytes), Replay)

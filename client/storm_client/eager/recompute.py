@@ -213,8 +213,8 @@ class Result:
         "_uses",
         "_view",
         "is_overwritten",
-        "is_saved_unsure",
         "nbytes",
+        "needs_proof",
         "original",
         "way",
     )
@@ -227,9 +227,9 @@ class Result:
         """The way in which its recipe recomputes it; NO_WAY as long as that is not known."""
         self.is_overwritten = False
         """Whether its own memory was modified uncounted."""
-        self.is_saved_unsure = False
-        """Whether it was saved while another step signature was expected, which may have proofs
-        that the present one lacks."""
+        self.needs_proof = False
+        """Whether its recipe must be proved: it was saved, perhaps without a trial, while another
+        step signature was expected."""
         self.nbytes = tensor.untyped_storage().nbytes()
         self._origin = origin
         self._pins = pins
@@ -262,7 +262,7 @@ class Result:
 
         Called where the step has turned out to be of another signature.
         """
-        self.is_saved_unsure |= self._recipe is None
+        self.needs_proof |= self._recipe is None
         origin = self._origin.storage()
         if origin is not None:
             self.original = self._view.rebuild(origin)

@@ -405,14 +405,14 @@ class Recording:
         expected = self.step.expected
         if expected.what is not SAVED:
             return None
-        result, decision = None, expected.decision_for(storage.nbytes())
+        nbytes, result = storage.nbytes(), None
+        decision = expected.decision_for(nbytes)
         if expected.matters:
             tracked = self._values.look_up(expected, tensor, storage)
             if tracked is None:
                 return None
             decision = self._expect_operation(tensor, tracked, decision, is_first=expected.is_new)
             result = tracked.result
-        nbytes = storage.nbytes()
         self._note_saved(nbytes)
         return SavedValue(expected.value, decision, result)
 

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Final, TypeAlias
 
 from storm_client.eager.events import SAVED, Event, RecordedValue
 from storm_client.planner.decisions import Decision, Replay
 
 __all__ = ["NO_WAY", "Way", "first_readers", "ways_of"]
 
-Way = bytes
+Way: TypeAlias = bytes
 """The name of a way."""
 
-NO_WAY: Way = b""
+NO_WAY: Final[Way] = b""
 """Of a value that is not recomputed."""
 
 

@@ -79,7 +79,7 @@ class Step:
     def way(self, number: int) -> Way:
         inputs = INPUTS[number]
         tensors, tracked = ([of[n] for n in inputs] for of in (self.tensors, self.tracked))
-        return self.recipes.way_of(number, tensors, tracked)  # type: ignore[arg-type]
+        return self.recipes.way_of(self.tracked[number], tensors, tracked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("copied_for", "is_planned"), [(None, False), (1, True), (2, False)])
