@@ -46,7 +46,7 @@ def end_daemons(
             starts.append(_processor_seconds(served_by(daemon)))
             for pid in pids:
                 steps += _steps_so_far(trainers, pid)
-                seconds.append(_first_step_since(trainers, pid, ended))
+                seconds.append(_first_step_since(trainers, pid, ended, daemon))
         assert daemon.status()["counters"]["ended"]["failed"] == 0
         for pid in pids:
             trainers.kill(pid)
@@ -108,7 +108,7 @@ def _steps_so_far(trainers: Trainers, pid: int) -> int:
     return len(words)
 
 
-def _first_step_since(trainers: Trainers, pid: int, ended: float) -> float:
+def _first_step_since(trainers: Trainers, pid: int, ended: float, daemon: ChildDaemon) -> float:
     """Return the seconds from the daemon's end to the end of the first step that began since.
 
     It is right. The one before may have had all that it needed.
@@ -117,7 +117,7 @@ def _first_step_since(trainers: Trainers, pid: int, ended: float) -> float:
     while not has_begun:
         has_begun = at > ended
         at, words = trainers.next(pid, NOTICED_SECONDS)
-        assert words == "same", words
+        assert words == "same", f"{words}\n{daemon.log_tail()}"
     return at - ended
 
 

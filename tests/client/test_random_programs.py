@@ -131,6 +131,10 @@ expected kind, and was made by another operation."""
 GIVEN = [8602150]
 """What a recomputed value is made from gets other data before the next tensor is saved."""
 
+TWICE = [20026870, 20026871]
+"""Two backward passes, between which the input of a value on trial is written to. In the first the
+value is asked for less often than planned, because what is made from it cannot be recomputed."""
+
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
@@ -142,6 +146,7 @@ GIVEN = [8602150]
         (OVERWRITTEN, 1 << 14, "0000", FREE_REPLAYS),
         (ALTERNATING, "least", "110011100010", FREE_REPLAYS),
         (GIVEN, "least", "00000", SOME_REPLAYS),
+        (TWICE, "least", "000110100111", FREE_REPLAYS),
     ],
 )
 def test_free_programs_in_an_order(

@@ -6,6 +6,7 @@ offload; a step that raises has left no gradient that anybody could take for a r
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -58,7 +59,8 @@ class Training:
 def reports(training: Training, address: str, steps: int) -> Iterator[Report]:
     """Train with a daemon; yield "ready", "same" or "different" for each step, then how it ended.
 
-    That is "done", or phase and name of the error: "backward DaemonLost".
+    That is "done", or phase and name of the error: "backward DaemonLost". Standard error gets the
+    error's text.
     """
     try:
         with storm.connect(address, embedded="never", timeout=30.0) as client:
@@ -67,6 +69,7 @@ def reports(training: Training, address: str, steps: int) -> Iterator[Report]:
             for _ in range(steps):
                 yield _now("same" if training.is_right(offload) else "different")
     except storm.StormError as error:
+        print(f"{training.phase}: {error}", file=sys.stderr)
         yield _now(f"{training.phase} {type(error).__name__}")
     else:
         yield _now("done")

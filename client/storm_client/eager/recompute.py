@@ -236,7 +236,9 @@ class Result:
         self._view = View.of(tensor)
         self._device = tensor.device
         self._recipe: tuple[Recipe, int | None] | None = None
-        self._memo: tuple[torch.Tensor, int] | None = None
+        self._memo: tuple[torch.Tensor, _Pass] | None = None
+        """The recomputed tensor, for further requests of the same backward pass: by the next one
+        its inputs may have changed, so a trial must recompute it then."""
         self._unpacked: tuple[WeakStorage, int] | None = None
         """The recomputed storage that autograd got last, and the stream on which it was made."""
         self._protected: PrivateCopy | None = None
@@ -366,14 +368,14 @@ class Result:
         """
         if self._recipe is None:
             raise lost("memory")
-        stream = _stream(self._device)
-        tensor = self._remembered(stream)
+        now = _pass(self._device)
+        tensor = self._remembered(now)
         if tensor is None:
             tensor = self._run(*self._recipe)
-        self._note_request((tensor, stream))
+        self._note_request((tensor, now))
         return tensor
 
-    def _note_request(self, made: tuple[torch.Tensor, int] | None) -> None:
+    def _note_request(self, made: tuple[torch.Tensor, _Pass] | None) -> None:
         """Remember the tensor for the expected requests; after the last, expect all once more."""
         self._remaining_uses -= 1
         if self._remaining_uses > 0:
@@ -387,9 +389,9 @@ class Result:
         if self._memo is not None:
             self._users.append(version)
 
-    def _remembered(self, stream: int) -> torch.Tensor | None:
-        """Return the remembered tensor if it is unmodified and was made on this stream."""
-        if self._memo is None or self._memo[1] != stream:
+    def _remembered(self, now: _Pass) -> torch.Tensor | None:
+        """Return the remembered tensor if it is unmodified and was made in this pass."""
+        if self._memo is None or self._memo[1] != now:
             return None
         return self._memo[0] if all(version.unchanged for version in self._users) else None
 
@@ -407,8 +409,10 @@ class Result:
 
     def _offered(self, made: torch.Tensor) -> None:
         """Remember an output made along with another result, if a request for it is expected."""
-        if self._remaining_uses > 0 and self._memo is None and self._view.describes(made):
-            self._memo = made, _stream(self._device)
+        now = _pass(self._device)
+        is_known = self._memo is not None and self._memo[1] == now
+        if self._remaining_uses > 0 and not is_known and self._view.describes(made):
+            self._memo = made, now
             self._users.clear()
 
 
@@ -443,6 +447,18 @@ def _references(storage: torch.UntypedStorage) -> int:
 _EXAMPLE: Final = torch.empty(1)
 _ALONE: Final = _references(_EXAMPLE.untyped_storage())
 """The number of references to the storage of a single tensor."""
+
+
+class _Pass(NamedTuple):
+    """A backward pass's work on one stream."""
+
+    stream: int
+    backward: int
+    """The number of the backward pass; -1 outside of all."""
+
+
+def _pass(device: torch.device) -> _Pass:
+    return _Pass(_stream(device), torch._C._current_graph_task_id())
 
 
 def _stream(device: torch.device) -> int:

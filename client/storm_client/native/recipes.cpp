@@ -15,6 +15,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
 #include <cstring>
@@ -133,6 +134,10 @@ class Catching {
   at::impl::SavedTensorDefaultHooksTLS before_;
   std::vector<at::Tensor> saved_;
 };
+
+Pass pass_on(c10::Device device) {
+  return {stream_of(device), torch::autograd::get_current_graph_task_id()};
+}
 
 }  // namespace recipes
 
@@ -496,6 +501,10 @@ at::Tensor Result::tried(const View& view, InputRestorer& restorer) {
   return viewed(view, restorer);
 }
 
+bool Result::is_expected() const {
+  return remaining_uses_ > 0 && !(memo_.defined() && memo_pass_ == recipes::pass_on(device_));
+}
+
 void Result::hold() {
   auto origin = origin_.lock();
   if (origin) original_ = view_.over(c10::Storage(std::move(origin)));
@@ -514,7 +523,7 @@ at::Tensor Result::viewed(const View& view, InputRestorer& restorer) {
     if (auto origin = original_storage()) read = c10::Storage(std::move(origin));
   }
   if (!read) return view.over(made(restorer).storage());
-  note_request({}, 0);
+  note_request({}, {});
   return view.over(std::move(read));
 }
 
@@ -532,7 +541,7 @@ at::Tensor Result::unpacked(const View& view, InputRestorer& restorer) {
   auto storage = original_storage();
   if (!storage && unpacked_ && unpacked_stream_ == stream) storage = unpacked_->lock();
   if (storage) {
-    note_request(memo_, memo_stream_);
+    note_request(memo_, memo_pass_);
     return view.over(c10::Storage(std::move(storage)));
   }
   at::Tensor tensor = viewed(view, restorer);
@@ -568,8 +577,8 @@ class ProfilerRange {
 
 at::Tensor Result::made(InputRestorer& restorer) {
   if (!recipe_) raise_lost("memory");
-  const uint64_t stream = stream_of(device_);
-  bool is_as_it_was = memo_.defined() && memo_stream_ == stream;
+  const Pass now = recipes::pass_on(device_);
+  bool is_as_it_was = memo_.defined() && memo_pass_ == now;
   for (const auto& [counter, version] : users_) {
     is_as_it_was = is_as_it_was && counter.current_version() == version;
   }
@@ -585,14 +594,14 @@ at::Tensor Result::made(InputRestorer& restorer) {
       raise_lost("layout", details.get());
     }
   }
-  note_request(tensor, stream);
+  note_request(tensor, now);
   return tensor;
 }
 
-void Result::note_request(at::Tensor made, uint64_t stream) {
+void Result::note_request(at::Tensor made, Pass pass) {
   if (--remaining_uses_ > 0) {
     memo_ = std::move(made);
-    memo_stream_ = stream;
+    memo_pass_ = pass;
   } else {
     memo_.reset();
     remaining_uses_ = uses_;
@@ -603,7 +612,7 @@ void Result::note_request(at::Tensor made, uint64_t stream) {
 void Result::offered(const at::Tensor& made) {
   if (!is_expected() || !view_.describes(made)) return;
   memo_ = made;
-  memo_stream_ = stream_of(device_);
+  memo_pass_ = recipes::pass_on(device_);
   users_.clear();
 }
 

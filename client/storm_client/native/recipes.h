@@ -236,6 +236,16 @@ class Recipe {
   std::vector<std::pair<std::weak_ptr<Result>, size_t>> results_;
 };
 
+// A backward pass's work on one stream.
+struct Pass {
+  uint64_t stream = 0;
+  int backward = -1;  // the number of the backward pass; -1 outside of all
+
+  bool operator==(const Pass& other) const {
+    return stream == other.stream && backward == other.backward;
+  }
+};
+
 // A storage that a recipe recomputes. The lock of its step protects it.
 class Result : public std::enable_shared_from_this<Result> {
  public:
@@ -267,7 +277,7 @@ class Result : public std::enable_shared_from_this<Result> {
   void protect(const at::Tensor& tensor);
   // Keeps an output that was recomputed with another result, if a use is still expected.
   void offered(const at::Tensor& made);
-  bool is_expected() const { return remaining_uses_ > 0 && !memo_.defined(); }
+  bool is_expected() const;
   // Notes that the memory was returned to a user, who may modify it and count that in `counter`.
   void add_user(const c10::VariableVersion& counter);
 
@@ -275,7 +285,7 @@ class Result : public std::enable_shared_from_this<Result> {
   at::Tensor made(InputRestorer& restorer);
   // Returns the original storage if somebody holds it, else null. Raises if it was overwritten then.
   c10::intrusive_ptr<c10::StorageImpl> original_storage() const;
-  void note_request(at::Tensor made, uint64_t stream);
+  void note_request(at::Tensor made, Pass pass);
 
   WeakStorage origin_;
   size_t nbytes_;
@@ -285,8 +295,10 @@ class Result : public std::enable_shared_from_this<Result> {
   at::Tensor original_;
   std::shared_ptr<Recipe> recipe_;
   size_t place_ = 0;
+  // For further requests of the same backward pass: by the next one the inputs may have changed, so
+  // a trial must recompute it then.
   at::Tensor memo_;
-  uint64_t memo_stream_ = 0;
+  Pass memo_pass_;
   std::optional<PrivateCopy> protected_;  // without a recipe: what recipes read of it
   std::optional<WeakStorage> unpacked_;  // what autograd got last
   uint64_t unpacked_stream_ = 0;

@@ -80,6 +80,28 @@ def test_what_a_backward_pass_gets_shares_memory_as_long_as_it_holds_some() -> N
     assert torch.equal(result.unpacked(*views[1]), x.exp())
 
 
+def test_each_backward_pass_recomputes_anew() -> None:
+    """Something may have been written uncounted since the pass before; a trial has to notice."""
+    x, factor, pins = seeded("cpu", 8, 8), [2.0], Pins()
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor[0]
+
+    made = scaled(x)
+    result = Result(made, pins.add(made.untyped_storage()), pins)
+    result.made_by(recipe_of(scaled, x), None, b"a way")
+    for _ in range(3):
+        result.expect_use()
+    found: list[Tensor] = []
+    leaf = seeded("cpu", 2, grad=True)
+    loss = leaf.sin().sum()
+    loss.register_hook(lambda _: found.append(result.tried()))
+    for number in (2.0, 3.0):
+        factor[0] = number
+        loss.backward(retain_graph=True)
+        assert torch.equal(found.pop(), scaled(x))
+
+
 @pytest.mark.parametrize(
     "around",
     [
