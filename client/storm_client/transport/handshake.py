@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,12 +118,19 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
 
 
 def resumed_channel(
-    address: str, welcome: Welcome, shared: Sequence[int], timeout: float
+    address: str,
+    welcome: Welcome,
+    shared: Sequence[int],
+    timeout: float,
+    is_over: Callable[[], bool],
 ) -> Channel:
     """Resume the session of `welcome`, whose daemon has ended, with the daemon at `address`.
 
     `shared` are the session's descriptors. The lifeline is connected first: if this daemon ends
     before it answers, the lifeline tells at once.
+
+    A daemon that has the lifeline has the session: to close the lifeline would end it for good. So
+    that daemon gets as long as Welcome said, or until `is_over` says that nobody waits.
 
     Raises:
         Gone: the new daemon has ended meanwhile.
@@ -145,7 +152,8 @@ def resumed_channel(
     try:
         dealer = _connect(address, timeout)
         fresh = _introduce(dealer, address, resume, timeout, lifeline)
-        return Channel(dealer, lifeline, lifeline.open(fresh.token, timeout, shared), fresh)
+        descriptors = lifeline.open(fresh.token, welcome.resume_seconds, shared, is_over)
+        return Channel(dealer, lifeline, descriptors, fresh)
     except BaseException:
         lifeline.close()
         if dealer is not None:

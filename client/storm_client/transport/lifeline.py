@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from storm_client.transport.interrupts import SafeWeakSet
 from stormd.protocol import distrust, peer_uid
 from stormd.protocol.limits import PIECE_NUMBER_BYTES
 
-__all__ = ["MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
+__all__ = ["LOOK_SECONDS", "MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
+
+LOOK_SECONDS = 0.1
+"""Between two checks whether the session is still wanted."""
 
 MAX_DESCRIPTORS = 8
 """More than any lane shares; all arrive in one message."""
@@ -79,15 +83,27 @@ class Lifeline:
             _check_peer(connection, path)
         return lifeline
 
-    def open(self, token: bytes, timeout: float, shared: Sequence[int] = ()) -> list[int]:
+    def open(
+        self,
+        token: bytes,
+        timeout: float,
+        shared: Sequence[int] = (),
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
         """Open the session of `token`; return the descriptors sent. A failure closes the lifeline.
 
+        `is_over` is called from time to time, and says whether nobody wants the session any more.
+
         Raises:
-            NoAnswer: as `attach`.
+            NoAnswer: as `attach`, or nobody wants the session.
         """
+        deadline = time.monotonic() + timeout
         with self._failing(timeout):
             self._socket.settimeout(timeout)
             socket.send_fds(self._socket, [token], shared)
+            while not self._is_readable_within(LOOK_SECONDS):
+                if is_over() or time.monotonic() >= deadline:
+                    raise TimeoutError("timed out")
             data, descriptors, _, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
             if not data:
                 raise NoAnswer(f"the daemon closed the lifeline {self._path}; see its log")
@@ -127,6 +143,9 @@ class Lifeline:
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the daemon's end; return whether it has come. Do not ask after `close`."""
+        return self._is_readable_within(seconds)
+
+    def _is_readable_within(self, seconds: float) -> bool:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(seconds * 1000))

@@ -19,7 +19,7 @@ from storm_client.errors import DaemonUnavailable
 from storm_client.lanes import STAGING
 from storm_client.lanes.offers import Mappable
 from storm_client.transport.handshake import FIRST_NUMBER, Channel, resumed_channel
-from storm_client.transport.lifeline import Gone, NoAnswer
+from storm_client.transport.lifeline import LOOK_SECONDS, Gone, NoAnswer
 from stormd.protocol import (
     Entries,
     Envelope,
@@ -38,13 +38,10 @@ from stormd.protocol.dealer import Dealer
 __all__ = ["Resumed", "resumed"]
 
 ATTEMPT_SECONDS: Final = 5.0
-"""For each answer: a daemon may have been killed after it took the request."""
+"""For the daemon to grant the session: it may have been killed after it took the request."""
 
 PAUSE_SECONDS: Final = 0.02
 """Between two attempts, if the first failed at once."""
-
-LOOK_MILLISECONDS: Final = 100
-"""Between two checks whether the session is still wanted."""
 
 PieceDescriptor: TypeAlias = Callable[[int], int | None]
 """Returns the descriptor of a piece by its number, or None; the caller closes the descriptor."""
@@ -87,8 +84,10 @@ def resumed(
     while not is_over():
         left = deadline - time.monotonic()
         try:
-            channel = resumed_channel(address, welcome, shared, max(min(left, ATTEMPT_SECONDS), 0))
-            return _agreed(channel, offers(), piece_descriptor, is_over)
+            seconds = max(min(left, ATTEMPT_SECONDS), 0)
+            channel = resumed_channel(address, welcome, shared, seconds, is_over)
+            ask = _Asking(channel, welcome.resume_seconds, is_over)
+            return _agreed(channel, offers(), piece_descriptor, ask)
         except Gone:
             deadline = time.monotonic() + welcome.resume_seconds
         except NoAnswer:
@@ -102,11 +101,11 @@ def _agreed(
     channel: Channel,
     offers: Sequence[Mappable],
     piece_descriptor: PieceDescriptor,
-    is_over: Callable[[], bool],
+    ask: _Asking,
 ) -> Resumed:
     """Have the offers mapped, and get the list of entries; close the channel on an error."""
     try:
-        return _asked(channel, offers, piece_descriptor, _Asking(channel, is_over))
+        return _asked(channel, offers, piece_descriptor, ask)
     except BaseException:
         channel.close()
         raise
@@ -156,8 +155,10 @@ def _said(answer: Message) -> str:
 class _Asking:
     """Asks questions one after the other, on a channel that nobody else uses yet."""
 
-    def __init__(self, channel: Channel, is_over: Callable[[], bool]) -> None:
+    def __init__(self, channel: Channel, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait `seconds` for each answer: without one, the session is lost."""
         self._channel = channel
+        self._seconds = seconds
         self._is_over = is_over
         self._poller = select.poll()
         self._poller.register(channel.dealer, select.POLLIN)
@@ -169,10 +170,10 @@ class _Asking:
         Raises:
             NoAnswer: the daemon has ended, or takes too long.
         """
-        dealer, deadline = self._channel.dealer, time.monotonic() + ATTEMPT_SECONDS
+        dealer, deadline = self._channel.dealer, time.monotonic() + self._seconds
         dealer.send(encode([Envelope(number, message)]))
         while not self._is_over() and time.monotonic() < deadline:
-            ready = dict(self._poller.poll(LOOK_MILLISECONDS))
+            ready = dict(self._poller.poll(LOOK_SECONDS * 1000))
             if dealer.fileno() in ready and not dealer.is_ended:
                 for request, answer in self._received(dealer):
                     if request == number:

@@ -50,14 +50,14 @@ def test_a_fork_before_the_daemon_has_answered(monkeypatch: pytest.MonkeyPatch) 
     """As when a thread connects again while another one starts the workers of a data loader."""
     codes: list[int] = []
 
-    def forking(connection: socket.socket, *_: int) -> NoReturn:
+    def forking(lifeline: Lifeline, _: float) -> NoReturn:
         child = os.fork()
         if child == 0:
-            os._exit(0 if connection.fileno() == -1 else 1)
+            os._exit(0 if lifeline.fileno() == -1 else 1)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         raise TimeoutError("it says nothing")
 
-    monkeypatch.setattr(socket, "recv_fds", forking)
+    monkeypatch.setattr(Lifeline, "_is_readable_within", forking)
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{directory}/lifeline")
         listener.listen()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_client.errors import DaemonLost
 from storm_client.transport import resume
 from storm_client.transport.io_thread import Phase
+from storm_client.transport.lifeline import Lifeline
+from support.daemon_process import served_by
 from support.waiting import wait_until
 
 from stormd.protocol import Entries, Mapped, MapPiece, Message, StatusRequest
@@ -95,6 +98,31 @@ def test_questions_are_asked_again_and_what_died_meanwhile_is_released(
         del kept
         wait_until(lambda: resumable.status()["entries"] == 0)
         assert resumable.status()["pool"]["used_bytes"] == 0
+
+
+@pytest.mark.parametrize("step", ["lifeline", "answers"])
+def test_a_daemon_may_take_its_time_once_it_has_the_session(
+    step: str, resumable: ChildDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gave up then would end the session, which no other attempt resumes."""
+    monkeypatch.setattr(resume, "ATTEMPT_SECONDS", 0.2)
+    owner, name = (Lifeline, "open") if step == "lifeline" else (resume, "_agreed")
+    original, stopped = getattr(owner, name), list[int]()
+
+    def on_a_stopped_daemon(*arguments: Any) -> Any:
+        if not stopped:
+            stopped.append(served_by(resumable))
+            os.kill(stopped[0], signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, [stopped[0], signal.SIGCONT]).start()
+        return original(*arguments)
+
+    with storm.connect(resumable.address) as client:
+        loss, tensor = stored(client)
+        monkeypatch.setattr(owner, name, on_a_stopped_daemon)
+        os.kill(resumable.status()["pid"], signal.SIGKILL)
+        loss.backward()
+    assert stopped
+    assert tensor.grad is not None
 
 
 def test_the_descriptor_of_a_piece_goes_ahead_of_it() -> None:
