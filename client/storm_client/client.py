@@ -77,8 +77,9 @@ class Client:
 
         Tensors that are cheaper to recompute than to transfer are recomputed, bit for bit. The
         first steps compare each recomputed tensor; with `verify="always"` every step does, by a
-        checksum. Only "always" detects a parameter or input that was changed between the passes
-        without PyTorch's version counter (`.data`, NumPy, some fused optimizers). `replay=False`
+        checksum. Only "always" detects some changes without PyTorch's version counter (`.data`,
+        NumPy, some fused optimizers), where the steps compared began alike and did without: of a
+        parameter or an input between the passes, or of a result that is recomputed. `replay=False`
         switches recomputation off. A list of your own functions in `replay` allows their
         recomputation: they must be deterministic, read nothing but their arguments, and modify none
         of them.
