@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -495,16 +496,15 @@ def test_a_token_that_nobody_was_given_opens_no_lifeline(shared: ChildDaemon) ->
         assert isinstance(client.ask(Ping()), Pong)
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
-    """Workers of daemons that run are other tests'."""
-    before = {one.pid for one in psutil.process_iter()}
+def test_a_start_that_fails_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' processes do not have this one's mark in their environment."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("MARK_OF_A_TEST", mark)
     flags = ["--device=cpu", "--workers=2", "--cache-bytes=0", "--spill-bytes=8MiB"]
     with (
         pytest.raises(ChildFailed, match="/proc/nowhere"),
         ChildDaemon(flags=[*flags, "--pool-bytes=256MiB", "--spill-path=/proc/nowhere"]),
     ):
         pass
-    found = {one.pid: one.info for one in psutil.process_iter(["pid", "ppid", "cmdline"])}
-    daemons = {pid for pid, one in found.items() if "serve" in (one["cmdline"] or [])}
-    workers = [one for one in found.values() if "stormd.worker" in (one["cmdline"] or [])]
-    assert not [one for one in workers if one["pid"] not in before and one["ppid"] not in daemons]
+    found = [one.info for one in psutil.process_iter(["pid", "cmdline", "environ"])]
+    assert not [one for one in found if mark in (one["environ"] or {}).values()]
