@@ -410,8 +410,8 @@ class Result:
     def _offered(self, made: torch.Tensor) -> None:
         """Remember an output made along with another result, if a request for it is expected."""
         now = _pass(self._device)
-        is_known = self._memo is not None and self._memo[1] == now
-        if self._remaining_uses > 0 and not is_known and self._view.describes(made):
+        is_expected = self._remaining_uses > 0 and self._remembered(now) is None
+        if is_expected and self._view.describes(made):
             self._memo = made, now
             self._users.clear()
 

@@ -17,6 +17,7 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -501,8 +502,14 @@ at::Tensor Result::tried(const View& view, InputRestorer& restorer) {
   return viewed(view, restorer);
 }
 
-bool Result::is_expected() const {
-  return remaining_uses_ > 0 && !(memo_.defined() && memo_pass_ == recipes::pass_on(device_));
+bool Result::is_expected() const { return remaining_uses_ > 0 && !remembers(pass_on(device_)); }
+
+bool Result::remembers(const Pass& now) const {
+  const auto is_unmodified = [](const auto& user) {
+    return user.first.current_version() == user.second;
+  };
+  return memo_.defined() && memo_pass_ == now &&
+         std::all_of(users_.begin(), users_.end(), is_unmodified);
 }
 
 void Result::hold() {
@@ -577,13 +584,9 @@ class ProfilerRange {
 
 at::Tensor Result::made(InputRestorer& restorer) {
   if (!recipe_) raise_lost("memory");
-  const Pass now = recipes::pass_on(device_);
-  bool is_as_it_was = memo_.defined() && memo_pass_ == now;
-  for (const auto& [counter, version] : users_) {
-    is_as_it_was = is_as_it_was && counter.current_version() == version;
-  }
+  const Pass now = pass_on(device_);
   at::Tensor tensor = memo_;
-  if (!is_as_it_was) {
+  if (!remembers(now)) {
     const ProfilerRange range(nbytes_);
     tensor = recipe_->run(place_, restorer);
     const size_t nbytes = storage_of(tensor.unsafeGetTensorImpl())->nbytes();
@@ -612,7 +615,7 @@ void Result::note_request(at::Tensor made, Pass pass) {
 void Result::offered(const at::Tensor& made) {
   if (!is_expected() || !view_.describes(made)) return;
   memo_ = made;
-  memo_pass_ = recipes::pass_on(device_);
+  memo_pass_ = pass_on(device_);
   users_.clear();
 }
 

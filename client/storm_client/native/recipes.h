@@ -285,6 +285,8 @@ class Result : public std::enable_shared_from_this<Result> {
   at::Tensor made(InputRestorer& restorer);
   // Returns the original storage if somebody holds it, else null. Raises if it was overwritten then.
   c10::intrusive_ptr<c10::StorageImpl> original_storage() const;
+  // Returns whether a recomputed tensor is remembered for this pass, and nobody has modified it.
+  bool remembers(const Pass& now) const;
   void note_request(at::Tensor made, Pass pass);
 
   WeakStorage origin_;

@@ -71,6 +71,7 @@ def resumed(
     """Return the channel on which the session of `welcome` continues, once a daemon accepts it.
 
     A daemon is waited for as long as Welcome said; if one comes and ends again, for as long again.
+    Once it has the session, each of its answers is waited for as long.
     `offers` returns the segments to be mapped again. `piece_descriptor` returns the descriptor of a
     piece. Return None if `is_over`, which is called from time to time, says that nobody wants the
     session any more.

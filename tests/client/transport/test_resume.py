@@ -43,6 +43,13 @@ def stored(client: storm.Client) -> tuple[torch.Tensor, torch.Tensor]:
     return loss, tensor
 
 
+def assert_right(tensor: torch.Tensor) -> None:
+    """Check the gradient of a loss as `stored` returns it."""
+    point = tensor.detach()
+    assert tensor.grad is not None
+    assert torch.equal(tensor.grad, point.exp().cos() * point.exp())
+
+
 def test_without_a_holder_a_daemon_is_lost_at_once(resumable: ChildDaemon) -> None:
     pid = resumable.status()["pid"]
     with storm.connect(resumable.address) as client:
@@ -92,9 +99,7 @@ def test_questions_are_asked_again_and_what_died_meanwhile_is_released(
         answer = connection.request(StatusRequest(), 60.0)
         assert answer.state["pid"] != pid  # type: ignore[attr-defined]
         kept.backward()
-        assert tensor.grad is not None
-        point = tensor.detach()
-        assert torch.equal(tensor.grad, point.exp().cos() * point.exp())
+        assert_right(tensor)
         del kept
         wait_until(lambda: resumable.status()["entries"] == 0)
         assert resumable.status()["pool"]["used_bytes"] == 0
@@ -122,7 +127,7 @@ def test_a_daemon_may_take_its_time_once_it_has_the_session(
         os.kill(resumable.status()["pid"], signal.SIGKILL)
         loss.backward()
     assert stopped
-    assert tensor.grad is not None
+    assert_right(tensor)
 
 
 def test_the_descriptor_of_a_piece_goes_ahead_of_it() -> None:
