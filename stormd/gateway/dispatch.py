@@ -162,9 +162,9 @@ class Dispatch:
 
     def send_pong(self, peer: Peer, request: int) -> None:
         """Tell a client how fast its bytes are transferred."""
-        spills, speed = self.ledger.spills, peer.lane.link_speed(peer.session)
+        spills, speeds = self.ledger.spills, peer.lane.speeds(peer.session)
         disk = 0 if spills is None else spills.bytes_per_second
-        self.send(peer, request, Pong(link=speed.measured, limit=speed.limit, disk=disk))
+        self.send(peer, request, Pong(**speeds._asdict(), disk=disk))
 
     def _detach(self, peer: Peer, detach: Detach) -> None:
         self._cut_off(peer)

@@ -21,7 +21,7 @@ from stormd.monitoring.link_meter import LinkMeter
 from stormd.open_files import close_all
 from stormd.protocol import NO_LANE, Hello
 
-__all__ = ["NOTHING_SHARED", "SEE_LOG", "Attachment", "Lane", "LinkSpeed", "Post"]
+__all__ = ["NOTHING_SHARED", "SEE_LOG", "Attachment", "Lane", "Post", "Speeds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,15 @@ NOTHING_SHARED: Final = Attachment(descriptors=(), staging_bytes=0, chunk_bytes=
 """The attachment of a session without a lane in this process."""
 
 
-class LinkSpeed(NamedTuple):
-    """The speed of one device's link, in bytes a second each way; 0 if unknown or there is none."""
+class Speeds(NamedTuple):
+    """How fast a session's bytes are transferred, in bytes a second; 0 if unknown."""
 
-    measured: int = 0
-    """Measured over the latest copies, in the slower direction."""
+    link: int = 0
+    """Of the device's link over the latest copies, in the slower direction."""
     limit: int = 0
-    """The limit in the settings."""
+    """Of the link each way by the settings; 0 without a limit."""
+    codec: int = 0
+    """Of encoding and decoding on the device, one after the other."""
 
 
 SEE_LOG: Final = "see the daemon's log"
@@ -95,9 +97,9 @@ class Lane:
         """The meters of the links to the lane's devices, one per device; empty without a link."""
         return ()
 
-    def link_speed(self, session: int) -> LinkSpeed:  # noqa: ARG002 - there is no link
-        """Return the speed of the link to a session's device; zeros for an unknown session."""
-        return LinkSpeed()
+    def speeds(self, session: int) -> Speeds:  # noqa: ARG002 - there is no link
+        """Return the speeds of a session's device; zeros for an unknown session."""
+        return Speeds()
 
     def limit_link(self, bytes_per_second: int) -> None:
         """Slow down all copies that begin from now on to such a link; 0 means no limit."""

@@ -20,7 +20,7 @@ from typing import Final
 from storm_kernels.errors import CorruptBlob
 
 from stormd.errors import LaneUnavailable, error_with_remedy
-from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
+from stormd.lanes import SEE_LOG, Attachment, Lane, Post, Speeds
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
 from stormd.ledger.chunks import blob_bound
@@ -165,9 +165,9 @@ class CpuLane(Lane):
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         return self._heartbeats
 
-    def link_speed(self, session: int) -> LinkSpeed:  # noqa: ARG002 - one link for all
+    def speeds(self, session: int) -> Speeds:  # noqa: ARG002 - one link for all
         """Return only the limit: the time of copies in memory depends on what else runs."""
-        return LinkSpeed(limit=self._limit.bytes_per_second)
+        return Speeds(limit=self._limit.bytes_per_second)
 
     def limit_link(self, bytes_per_second: int) -> None:
         self._limit.change(bytes_per_second)

@@ -1,5 +1,7 @@
 """How busy a GPU's link is in each direction, from the copies that were timed on it.
 
+Beside it, how fast the GPU encodes and decodes.
+
 The device measures the seconds of each copy. With one stream per direction, their sum is the time
 that the direction was busy. Totals only grow. Recent figures are those since a mark that is at
 least a second old.
@@ -33,7 +35,8 @@ MIN_COPIED: Final = 64 << 20
 
 LARGE_BYTES: Final = 8 << 20
 """Least bytes of a copy that shows the link's speed: a copy of 1 MiB spends a third of its time on
-its start. So another plan, with smaller copies, is not mistaken for a slower link."""
+its start. So another plan, with smaller copies, is not mistaken for a slower link. The same holds
+for the codec's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,21 @@ class _Mark:
 class LinkMeter:
     """Counts the copies of one device. For any thread.
 
-    `device` is its name in this process, as `cuda:0`; `uuid` identifies it everywhere.
+    `device` is its name in this process, as `cuda:0`; `uuid` identifies it everywhere. `initial` is
+    the speed in bytes a second that is reported before enough was copied.
     """
 
     def __init__(
-        self, device: str, uuid: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        device: str,
+        uuid: str,
+        *,
+        initial: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.device = device
         self.uuid = uuid
+        self._initial = initial
         self._clock = clock
         self._lock = threading.Lock()  # protects the maps
         self._now = {one: _Mark(clock()) for one in DIRECTIONS}
@@ -63,6 +73,24 @@ class LinkMeter:
         self._of_late = dict.fromkeys(DIRECTIONS, (0.0, 0.0))
         """Bytes and busy seconds of large copies; older copies count less."""
         self._large_bytes = dict.fromkeys(DIRECTIONS, 0)
+        self._coding_seconds: dict[Direction, float] = {}
+        """Least seconds a byte that a batch has needed: other kernels delay most."""
+
+    def coded(self, direction: Direction, nbytes: int, seconds: float) -> None:
+        """Count `nbytes` of tensors that the device has encoded or decoded in `seconds`."""
+        if nbytes >= LARGE_BYTES and seconds > 0.0:
+            with self._lock:
+                least = self._coding_seconds.get(direction, seconds / nbytes)
+                self._coding_seconds[direction] = min(least, seconds / nbytes)
+
+    def coded_per_second(self) -> int:
+        """Return how many bytes a second the device encodes and decodes, one after the other.
+
+        The speed is that of an otherwise idle device; 0 until both have been measured.
+        """
+        with self._lock:
+            seconds = [self._coding_seconds.get(one, 0.0) for one in DIRECTIONS]
+        return int(1 / sum(seconds)) if all(seconds) else 0
 
     def copied(self, direction: Direction, nbytes: int, seconds: float) -> None:
         """Count a copy that has ended and kept the link busy for `seconds`."""
@@ -78,8 +106,8 @@ class LinkMeter:
     def bytes_per_second(self) -> int:
         """Return the speed of the slower direction while it was busy with recent large copies.
 
-        If few copies were large, all copies since the start count. The speed is 0 if neither
-        direction has copied enough, and does not change while nothing is copied.
+        If few copies were large, all copies since the start count. Until a direction has copied
+        enough, the speed is the initial one. It does not change while nothing is copied.
         """
         with self._lock:
             sums = [
@@ -89,7 +117,7 @@ class LinkMeter:
                 for one in DIRECTIONS
                 if self._now[one].nbytes >= MIN_COPIED
             ]
-        return int(min((nbytes / max(busy, 1e-9) for nbytes, busy in sums), default=0))
+        return int(min((nbytes / max(busy, 1e-9) for nbytes, busy in sums), default=self._initial))
 
     def as_status(self) -> dict[str, Any]:
         """Return totals and the last interval of both directions, as JSON values.

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 from stormd.cache.items import Cache
 from stormd.gateway import Dispatch, Gateway, Opening, Terms
-from stormd.lanes import Attachment, LinkSpeed
+from stormd.lanes import Attachment, Speeds
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -125,8 +125,8 @@ class _Lane:
             StoreDone(session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.0)
         )
 
-    def link_speed(self, session: int) -> LinkSpeed:
-        return LinkSpeed()
+    def speeds(self, session: int) -> Speeds:
+        return Speeds()
 
     def skip_sequence(self, session: int, sequence: int) -> None:
         pass

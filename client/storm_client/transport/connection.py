@@ -93,7 +93,7 @@ class Connection:
         """Why the connection cannot be used: `check` raises it."""
         self.waiting = 0
         """The number of threads that wait for the listening thread's word."""
-        self.speeds = Pong(link=0, limit=0, disk=0)
+        self.speeds = Pong()
         """The speeds of the session's transfers, as the daemon reported them last: mostly a second
         ago."""
         self._patient_until = 0.0  # no wait times out before

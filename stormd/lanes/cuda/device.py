@@ -21,6 +21,7 @@ from storm_kernels.ancf.prepared import PreparedCodec
 from storm_kernels.cuda_driver import PrimaryContext, RegisteredHost, Stream, copy_async
 from storm_kernels.errors import CudaDriverError
 
+from stormd.lanes.cuda.first_copies import bytes_per_second
 from stormd.memory.arena import Block
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.health import Heartbeat
@@ -129,7 +130,9 @@ class CudaDevice:
             self._made = made.pop_all()
         self.uuid = self.context.uuid
         self.is_shared_by_mps = self.context.shared_by_mps()
-        self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
+        self.link = LinkMeter(
+            f"cuda:{ordinal}", self.uuid, initial=bytes_per_second(self.down, self.up)
+        )
         self.limit = LinkLimit()
         self.heartbeat = Heartbeat(f"cuda:{ordinal}")
         self.fault = ""

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from storm_kernels.errors import KernelsError
 
 from stormd.errors import LaneUnavailable, error_with_remedy
-from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
+from stormd.lanes import SEE_LOG, Attachment, Lane, Post, Speeds
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool, DeviceWatch
 from stormd.lanes.cuda.session import CudaSession
@@ -94,12 +94,13 @@ class CudaLane(Lane):
     def retract(self, offset: int, nbytes: int) -> None:
         self._pool.retract(offset, nbytes)
 
-    def link_speed(self, session: int) -> LinkSpeed:
+    def speeds(self, session: int) -> Speeds:
         served = self._sessions.get(session)
         if served is None:
-            return LinkSpeed()
+            return Speeds()
         device = served.device
-        return LinkSpeed(device.link.bytes_per_second(), device.limit.bytes_per_second)
+        link, limit = device.link, device.limit.bytes_per_second
+        return Speeds(link.bytes_per_second(), limit, link.coded_per_second())
 
     def limit_link(self, bytes_per_second: int) -> None:
         for device in self._devices.values():

@@ -108,9 +108,10 @@ class Restores:
         scratch.is_coding = True
 
     def _answer(self, batch: list[RestoreJob], scratch: Scratch) -> None:
-        client, copying = self._client, scratch.copying_seconds()
+        client, copying, coding = self._client, scratch.copying_seconds(), scratch.coding_seconds()
+        client.device.link.coded("restore", sum(job.nbytes for job in batch), coding)
         client.device.link.copied("restore", sum(job.block.nbytes for job in batch), copying)
-        each = (copying + scratch.coding_seconds()) / len(batch)
+        each = (copying + coding) / len(batch)
         results = [self._result(job, scratch, n, each) for n, job in enumerate(batch)]
         client.post(*results)
 

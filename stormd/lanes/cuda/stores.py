@@ -227,9 +227,10 @@ class Stores:
     def _answer(self, batch: list[StoreJob], scratch: Scratch) -> None:
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
-        coding = scratch.coding_seconds() / len(batch)
+        coding = scratch.coding_seconds()
+        client.device.link.coded("store", sum(job.nbytes for job in batch), coding)
         client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
-        each = coding + copying / len(batch)
+        each = (coding + copying) / len(batch)
         modes = scratch.words[2::RESULT_WORDS]
         answers = zip(batch, blocks, modes, strict=False)
         client.post(*(self._done(job, block, mode, each) for job, block, mode in answers))

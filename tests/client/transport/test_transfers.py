@@ -189,7 +189,7 @@ def test_what_is_no_answer_to_a_restore_is_ignored() -> None:
     transfers.on_reply(0, Admitted(sent.number))
     transfers.on_reply(0, stored(sent))
     asked = transfers.demand(one.key, one.parts, 0).transfers[0]
-    for nonsense in (Admitted(asked.number), Pong(link=0, limit=0, disk=0), stored(asked)):
+    for nonsense in (Admitted(asked.number), Pong(), stored(asked)):
         transfers.on_reply(asked.number, nonsense)
         assert asked.phase is Phase.REQUESTED
     transfers.on_reply(0, Restored(asked.number))

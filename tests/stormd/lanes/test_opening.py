@@ -59,7 +59,7 @@ def test_the_cpu_lane_is_always_there(
     config = make_config(device=device, link_limit_bytes=1 << 30)
     lanes = open_lanes(config, pool, lambda _result: None)
     assert {name: lane.device for name, lane in lanes.items()} == {"cpu": "cpu"}
-    assert lanes["cpu"].link_speed(1).limit == 1 << 30
+    assert lanes["cpu"].speeds(1).limit == 1 << 30
     assert lanes["cpu"].close(10)
     pool.close()
 

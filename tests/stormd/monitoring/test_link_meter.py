@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormd.monitoring.link_meter import MIN_COPIED, LinkMeter
+from stormd.monitoring.link_meter import LARGE_BYTES, MIN_COPIED, LinkMeter
 
 GB = 10**9
 
@@ -66,3 +66,22 @@ def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copie
     for _ in range(100):
         meter.copied("store", 1 << 20, 1e-3)
     assert meter.bytes_per_second() == pytest.approx(50 * GB, rel=0.01), "small ones say nothing"
+
+
+def test_the_first_speed_counts_until_enough_is_copied() -> None:
+    meter = LinkMeter("cuda:0", "a uuid", initial=12 * GB)
+    meter.copied("store", MIN_COPIED - 1, 1e-3)
+    assert meter.bytes_per_second() == 12 * GB
+    meter.copied("store", 5 * GB, 0.2)
+    assert meter.bytes_per_second() == pytest.approx(25 * GB, rel=0.02)
+
+
+def test_the_codec_is_as_fast_as_where_nothing_delayed_it(meter: LinkMeter) -> None:
+    """A batch that waited for other kernels, or is small, says nothing about the codec."""
+    meter.coded("store", GB, 1e-3)
+    meter.coded("store", GB, 9e-3)
+    assert not meter.coded_per_second(), "how fast it decodes is not known"
+    meter.coded("restore", LARGE_BYTES - 1, 1e-9)
+    assert not meter.coded_per_second()
+    meter.coded("restore", GB, 3e-3)
+    assert meter.coded_per_second() == pytest.approx(250 * GB)

@@ -28,7 +28,7 @@ from support.cuda_bench import (
 from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
-from stormd.lanes import LinkSpeed
+from stormd.lanes import Speeds
 from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     RestoreDone,
@@ -274,15 +274,19 @@ def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]
         assert np.array_equal(bench.memory[PART : 2 * PART], before[:PART])
     assert [link.device for link in first.lane.links] == ["cuda:0", "cuda:1"]
     assert all(link.as_status()["store"]["bytes"] for link in first.lane.links)
+    at_start = (32 << 20) * 1000  # all that is timed on these devices takes a millisecond
+    assert first.lane.speeds(first.session) == Speeds(link=at_start)
     first.lane.limit_link(12 * 10**9)
     for link, rate in zip(first.lane.links, (50 * 10**9, 25 * 10**9), strict=True):
         link.copied("store", 64 * rate, 64.0)
-    told = [first.lane.link_speed(bench.session) for bench in (first, second)]
-    assert [(one.measured / 1e9, one.limit / 1e9) for one in told] == [
-        (pytest.approx(50, rel=0.01), 12),
-        (pytest.approx(25, rel=0.01), 12),
+        link.coded("store", 1 << 30, 2**30 / (8 * rate))
+        link.coded("restore", 1 << 30, 2**30 / (8 * rate))
+    told = [first.lane.speeds(bench.session) for bench in (first, second)]
+    assert [[speed / 1e9 for speed in one] for one in told] == [
+        [pytest.approx(50, rel=0.01), 12, pytest.approx(200)],
+        [pytest.approx(25, rel=0.01), 12, pytest.approx(100)],
     ]
-    assert first.lane.link_speed(SESSION + 2) == LinkSpeed()
+    assert first.lane.speeds(SESSION + 2) == Speeds()
     second.end()
 
 
