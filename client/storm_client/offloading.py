@@ -32,7 +32,7 @@ from storm_client.monitoring.summary import Summary, log_line
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import OrderHistory
 from storm_client.planner.decisions import NO_ACTIVATIONS
-from storm_client.planner.machine import LinkFigures
+from storm_client.planner.machine import TransferFigures
 from storm_client.policy import Policy
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class Offload:
             options,
             self._recorder.ratio,
             Layers(policy.modules),
-            self._link_figures,
-            self._latest_link_figures,
+            self._figures,
+            self._latest_figures,
         )
         self._layers = CheckpointedLayers(layers)
         self._loss = loss
@@ -264,13 +264,13 @@ class Offload:
             perf_counter(), planning.plans_for, planning.ratio, lambda: planning.devices
         )
 
-    def _link_figures(self, device: torch.device) -> LinkFigures:
+    def _figures(self, device: torch.device) -> TransferFigures:
         """Return the daemon's figures for a device's link; empty if it does not answer."""
-        return LinkFigures() if self._supply is None else self._supply.link_figures(device)
+        return TransferFigures() if self._supply is None else self._supply.figures(device)
 
-    def _latest_link_figures(self, device: torch.device) -> LinkFigures:
+    def _latest_figures(self, device: torch.device) -> TransferFigures:
         """Return the link figures that the daemon reported last, without asking it."""
-        return LinkFigures() if self._supply is None else self._supply.latest_link_figures(device)
+        return TransferFigures() if self._supply is None else self._supply.latest_figures(device)
 
     def _device_peak(self) -> int | None:
         """Return the largest peak of allocated bytes among the model's GPUs; None without a GPU."""

@@ -33,7 +33,7 @@ from storm_client.eager.events import RecordedValue
 from storm_client.eager.signature import StepSignature
 from storm_client.eager.step_times import Duration, StepTimes
 from storm_client.planner.agreement import Limits
-from storm_client.planner.machine import CPU, LinkFigures
+from storm_client.planner.machine import CPU, TransferFigures
 from storm_client.planner.problem import Value
 from storm_client.planner.search import OFFLOAD_ALONE, Alternative
 from storm_client.planner.slowest import Agreed
@@ -163,8 +163,8 @@ def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
 def share_link(rank: int) -> None:
     """Have the last rank's link be as slow as one that another GPU uses as well."""
     if rank == dist.get_world_size() - 1:
-        for name in ("link_figures", "latest_link_figures"):
-            setattr(Supply, name, lambda *_: LinkFigures(link=3e-7))
+        for name in ("figures", "latest_figures"):
+            setattr(Supply, name, lambda *_: TransferFigures(link=3e-7))
 
 
 def train(

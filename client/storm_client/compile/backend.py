@@ -24,7 +24,7 @@ from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import Partitioner
 from storm_client.compile.runtime import running
 from storm_client.compile.saved_values import Rules
-from storm_client.compile.shared_budget import BudgetShare, shared_budget_for
+from storm_client.compile.shared_budget import shared_budget_for
 from storm_client.compile.target import Graph, Target, shared_target
 from storm_client.connecting import shared_supply
 from storm_client.errors import UsageError
@@ -111,7 +111,7 @@ def stormd(
         asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
         target = given.get(_TARGET) or shared_target(asked.budget, asked.codec, asked.min_bytes)
         generate = _GENERATORS[asked.codegen]
-        compiled, found = generate(gm, inputs, asked, target.shared_budget.share_of(target))
+        compiled, found = generate(gm, inputs, asked, target)
     except UsageError as error:
         return partial(_refuse, str(error))
     target.graphs += found
@@ -130,21 +130,23 @@ def stormd(
 
 
 def _by_inductor(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, share: BudgetShare
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, target: Target
 ) -> tuple[Callable[..., Any], list[Graph]]:
     from storm_client.compile import inductor
 
     rules = inductor.rules(asked.min_bytes, asked.codec)
-    partitioner = inductor.InductorPartitioner(rules, asked.budget, share)
+    share = target.shared_budget.share_of(target)
+    partitioner = inductor.InductorPartitioner(rules, asked.budget, share, target.measured)
     return inductor.generate(gm, inputs, partitioner, dict(asked.patches)), partitioner.found
 
 
 def _eagerly(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, share: BudgetShare
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, target: Target
 ) -> tuple[Callable[..., Any], list[Graph]]:
     """Partition the graphs, which run as they are, by PyTorch's own kernels."""
     rules = Rules(asked.min_bytes, asked.codec, exact_in_eager)
-    partitioner = Partitioner(rules, asked.budget, share)
+    share = target.shared_budget.share_of(target)
+    partitioner = Partitioner(rules, asked.budget, share, target.measured)
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = aot_autograd(
             fw_compiler=boxed_nop,

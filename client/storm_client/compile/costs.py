@@ -93,8 +93,6 @@ def _rate(node: fx.Node, machine: Machine) -> float:
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     if not isinstance(first, torch.Tensor) or first.dtype.itemsize < torch.float32.itemsize:
         return machine.half_flops
-    if torch.get_float32_matmul_precision() != "highest" and first.dtype == torch.float32:
-        return max(machine.single_flops, machine.rounded_share * machine.half_flops)
     return machine.single_flops
 
 

@@ -45,8 +45,8 @@ class InductorPartitioner(Partitioner, CustomPartitionerFn):  # type: ignore[mis
     """Partitions for one compilation; Inductor may pickle only its plain values."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the options, without the graphs found."""
-        return {**self.__dict__, "found": []}
+        """Return the options: no graphs found, and no connection to a daemon."""
+        return {**self.__dict__, "found": [], "measured": None}
 
     def uuid(self) -> Any:
         """Return an id for the lowerings in this file; the decisions are in the graphs already."""

@@ -13,9 +13,9 @@ and frees it after its last use.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -50,7 +50,7 @@ from storm_client.compile.views import (
 from storm_client.errors import UsageError
 from storm_client.planner.decisions import Offload, Replay
 from storm_client.planner.in_flight import last_bytes
-from storm_client.planner.machine import expected_ratio, machine_of
+from storm_client.planner.machine import Machine, expected_ratio, machine_of
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
 
@@ -62,11 +62,25 @@ NUMBER = "stormd_number"
 """The `meta` key of a wait's node for the number of the value that it waits for."""
 
 
+Measured: TypeAlias = Callable[[Machine, torch.device], Machine]
+"""Returns default figures of a device with those that were measured."""
+
+
+def _unmeasured(machine: Machine, _device: torch.device) -> Machine:
+    return machine
+
+
 class Partitioner:
     """Partitions joint graphs for a budget, or share of one; `found` gets what their runs need."""
 
-    def __init__(self, rules: Rules, budget: Budget, share: BudgetShare = WHOLE) -> None:
-        self.rules, self.budget, self.share = rules, budget, share
+    def __init__(
+        self,
+        rules: Rules,
+        budget: Budget,
+        share: BudgetShare = WHOLE,
+        measured: Measured = _unmeasured,
+    ) -> None:
+        self.rules, self.budget, self.share, self.measured = rules, budget, share, measured
         self.found: list[Graph] = []
 
     def __call__(
@@ -93,6 +107,7 @@ class Partitioner:
                 self.rules,
                 self.budget,
                 self.share,
+                measured=self.measured,
                 outputs=num_fwd_outputs,
                 static=static_lifetime_input_indices or [],
             )
@@ -107,20 +122,24 @@ def divided(
     budget: Budget,
     share: BudgetShare = WHOLE,
     *,
+    measured: Measured = _unmeasured,
     outputs: int,
     static: list[int],
 ) -> Graph:
     """Put a plan into a pair of graphs, in place; return what their runs need to know.
 
     The forward graph's results from index `outputs` on are the backward graph's first inputs.
-    `static` are the indices of the forward graph's inputs that live longer than it does.
+    `static` are the indices of the forward graph's inputs that live longer than it does. The plan
+    rests on the `measured` figures of the device that has most of the saved values.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names, and training
             has not begun.
     """
     save_bases(forward, backward, outputs)
-    pair = _Pair(forward, backward, outputs, SavedValues(forward, backward, outputs, static, rules))
+    saved = SavedValues(forward, backward, outputs, static, rules)
+    device = _most_common(n.meta["val"].device for n in saved.saved if is_tensor(n))
+    pair = _Pair(forward, backward, outputs, saved, measured(machine_of(device), device))
     return pair.apply(pair.values(), budget, share)
 
 
@@ -128,7 +147,12 @@ class _Pair:
     """A forward graph and its backward graph, which are modified in place."""
 
     def __init__(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, saved: SavedValues
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        outputs: int,
+        saved: SavedValues,
+        machine: Machine,
     ) -> None:
         """Begin with the saved values: the forward graph's results after the first `outputs`."""
         self.forward, self.backward, self.saved_values = forward, backward, saved
@@ -139,8 +163,7 @@ class _Pair:
         self.positions = {node: index for index, node in enumerate(self.nodes)}
         self.parameters: dict[fx.Node, fx.Node] = {}
         """Placeholders for the tokens of the parameters from which values are recomputed."""
-        devices = [n.meta["val"].device for n in saved.saved if is_tensor(n)]
-        self.machine = machine_of(_most_common(devices))
+        self.machine = machine
 
     @property
     def results(self) -> list[Any]:

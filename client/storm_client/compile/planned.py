@@ -66,7 +66,13 @@ def plan_of(
         shape = tuple(map(int, val.shape)) if not free_symbols(val) else ()
         rows.append(Row(_operation(value.made), shape, val.dtype, saved.nbytes, name, reason, cost))
     return Plan(
-        tuple(rows), peak, draft.link_seconds, draft.replay_seconds, forward, draft.stall_seconds
+        tuple(rows),
+        peak,
+        draft.link_seconds,
+        draft.replay_seconds,
+        forward,
+        draft.stall_seconds,
+        measured=machine.measured,
     )
 
 

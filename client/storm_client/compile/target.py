@@ -12,15 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from storm_client.compile.figures import measured
 from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
 from storm_client.compile.stored import Announced
 from storm_client.connecting import shared_supply
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder
+from storm_client.planner.machine import Machine
 from storm_client.policy import Policy
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from storm_client.compile.schedule import Schedule
     from storm_client.planner.plan import Plan
@@ -110,6 +114,10 @@ class Target:
             StormError: there is no client yet, and none can be had.
         """
         return self._supply()
+
+    def measured(self, machine: Machine, device: torch.device) -> Machine:
+        """Return default figures with those measured for graphs on a device, as `figures` does."""
+        return measured(machine, device, self._supply)
 
     @property
     def least(self) -> int:

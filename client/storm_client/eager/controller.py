@@ -32,7 +32,7 @@ from storm_client.eager.signature import NEAR_LARGEST, StepSignature
 from storm_client.eager.values import SaveHooks
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.in_flight import give_back_unused
-from storm_client.planner.machine import LinkFigures
+from storm_client.planner.machine import TransferFigures
 from storm_client.planner.plan import Plan
 from storm_client.planner.search import Alternative
 from storm_client.planner.shortage import shortage_bytes
@@ -72,8 +72,8 @@ class Planning:
         options: PlanOptions,
         ratio: Callable[[], float],
         layers: Layers,
-        link: Callable[[torch.device], LinkFigures],
-        latest_link_figures: Callable[[torch.device], LinkFigures],
+        link: Callable[[torch.device], TransferFigures],
+        latest_figures: Callable[[torch.device], TransferFigures],
     ) -> None:
         """Start without known signatures; `layers` returns the layer in which a value is made.
 
@@ -84,7 +84,7 @@ class Planning:
         self._layers = layers
         self._functions = REPLAYABLE | options.functions
         self._signatures = StepSignatures()
-        self.maker = PlanMaker(options, ratio, link, latest_link_figures)
+        self.maker = PlanMaker(options, ratio, link, latest_figures)
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """Each step's pins, and their weak storages, to be freed once the pins are gone."""
         self._operations = OperationTimes()

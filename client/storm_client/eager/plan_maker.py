@@ -19,7 +19,7 @@ from storm_client.eager.operations import Function
 from storm_client.errors import UsageError
 from storm_client.planner.alternatives import choose_alternative
 from storm_client.planner.in_flight import free_bytes, in_flight_bytes, last_bytes
-from storm_client.planner.machine import LinkFigures, Machine, machine_of
+from storm_client.planner.machine import Machine, TransferFigures, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.prices import operation_seconds
 from storm_client.planner.problem import Problem, Value
@@ -65,17 +65,17 @@ class PlanMaker:
         self,
         options: PlanOptions,
         ratio: Callable[[], float],
-        link: Callable[[torch.device], LinkFigures],
-        latest_link_figures: Callable[[torch.device], LinkFigures],
+        link: Callable[[torch.device], TransferFigures],
+        latest_figures: Callable[[torch.device], TransferFigures],
     ) -> None:
         """`ratio` returns the compression ratio of the tensors so far.
 
-        `link` returns what the daemon knows of a device's link. `latest_link_figures` returns the
+        `link` returns what the daemon knows of a device's link. `latest_figures` returns the
         daemon's last answer, at no cost.
         """
         self.options = options
         self.ratio = ratio
-        self._link, self._latest_link_figures = link, latest_link_figures
+        self._link, self._latest_figures = link, latest_figures
         self.lock = threading.RLock()
         """Held while a plan is made: one thread at a time runs operations again to time them."""
         self.why_not = "" if options.replays else _SWITCHED_OFF
@@ -137,7 +137,7 @@ class PlanMaker:
             return False
         plan = signature.followed.shown
         return signature.link.needs_new_plan(
-            machine_of(device).link_by(self._latest_link_figures(device)),
+            machine_of(device).link_by(self._latest_figures(device)),
             is_used=plan is None or plan.link_seconds > 0.0,
         )
 
@@ -248,7 +248,7 @@ class PlanMaker:
     def measured(self, signature: StepSignature) -> Machine:
         """Return the current figures; those of the link are its recent ones."""
         device = signature.clock or _HOST
-        machine = machine_of(device).with_link(self._link(device))
+        machine = machine_of(device).with_transfers(self._link(device))
         signature.link.planned(machine.link)
         return machine.with_thread_store(self.costs.seconds()).compressing(self.ratio())
 

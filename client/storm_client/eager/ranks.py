@@ -18,12 +18,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from storm_client.eager.operations import Function
 from storm_client.eager.signature import StepSignature
+from storm_client.job_store import STORE_SECONDS, are_several, own_connection, within
 from storm_client.planner.agreement import (
     Agreement,
     Alone,
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranks"]
 
-STORE_SECONDS: Final = 5.0
-"""The longest time that a step waits for the store."""
-
 MAX_TURNS: Final = 16
 """Queries to the store in one step: enough to form a group and to begin a round."""
 
@@ -60,8 +58,6 @@ LIMITS = Limits()
 _LOGGER = logging.getLogger("storm_client")
 _NUMBERS = itertools.count()
 """Numbers the Offloads of a process, which all ranks create in the same order."""
-
-_Result = TypeVar("_Result")
 
 
 Expect: TypeAlias = "Callable[[StepSignature, StepSignature], None]"
@@ -209,7 +205,7 @@ class Ranks:
 
     def _join(self, signature: StepSignature) -> None:
         """Join an agreement on the plan of a signature, unless this rank plans alone."""
-        if self._unshared >= MAX_UNSHARED or not _are_several():
+        if self._unshared >= MAX_UNSHARED or not are_several():
             return
         self._shared[id(signature)] = _Shared(
             weakref.ref(signature),
@@ -261,7 +257,7 @@ class Ranks:
             if not queries and not agreement.outbox:
                 return False
             try:
-                found = _within(STORE_SECONDS, lambda: self._exchange(agreement, queries))
+                found = within(STORE_SECONDS, lambda: self._exchange(agreement, queries))
             except Exception as error:  # noqa: BLE001 - no step may fail of it
                 agreement.fail(f"the job's store has failed: {error or type(error).__name__}")
                 return False
@@ -274,7 +270,7 @@ class Ranks:
         """Write the outbox to the store; return what the first successful query finds, if any."""
         store = self._store
         if store is None:
-            store = self._store = _job_store()
+            store = self._store = own_connection()
         while agreement.outbox:
             key, value, is_claim = agreement.outbox[0]
             if is_claim:
@@ -294,50 +290,9 @@ class Ranks:
             _LOGGER.warning(
                 "stormd: rank %d plans for itself from now on, so ranks may wait for each other: "
                 "%s. Its results are the same.",
-                torch.distributed.get_rank() if _are_several() else 0,
+                torch.distributed.get_rank() if are_several() else 0,
                 phase.reason,
             )
-
-
-def _are_several() -> bool:
-    """Return whether this process is one of several ranks."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
-
-
-def _job_store() -> Any:
-    """Return our own connection to the job's store, so that no call waits for another user's."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
-
-
-def _within(seconds: float, function: Callable[[], _Result]) -> _Result:
-    """Return what a function returns, or raise what it raises, within a timeout.
-
-    Raises:
-        TimeoutError: it did neither; it goes on in a thread that nobody waits for.
-    """
-    done: list[_Result] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            done.append(function())
-        except Exception as error:  # noqa: BLE001 - raised again below
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="storm-ranks", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return done[0]
 
 
 def _digest(signature: StepSignature, options: str) -> str:

@@ -9,14 +9,23 @@ time.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from stormd.protocol import Pong
 
-__all__ = ["CPU", "CUDA", "LinkFigures", "Machine", "expected_ratio", "machine_of"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "DeviceRates",
+    "Machine",
+    "TransferFigures",
+    "expected_ratio",
+    "machine_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +42,9 @@ class Machine:
     fetch_latency: float
     """Seconds of a fetch beyond the link time: the daemon looks the tensor up, decodes and
     answers."""
-    longest_beside: float
-    """Longest kernel, in seconds, during which the link still has data to transfer. Large products
-    and attention occupy the device fully, so the codec's kernels run only between two of them."""
+    ahead: float
+    """Bytes that the link can transfer during one long kernel. Large products and attention occupy
+    the device fully, so the codec's kernels run only between two of them."""
 
     # --- the training thread ---
     thread_store: float
@@ -54,23 +63,45 @@ class Machine:
     half_flops: float
     """Floating-point operations a second in half-precision products."""
     single_flops: float
-    """The same in single-precision products without rounding."""
-    rounded_share: float
-    """Share of `half_flops` that single-precision products reach if rounding (TF32) is allowed."""
+    """The same in single-precision products, rounded (TF32) or not as PyTorch is set."""
     bandwidth: float
     """Bytes of memory traffic a second."""
 
     measured: frozenset[str] = frozenset()
-    """Names of the figures that were measured on this machine; the others are defaults."""
+    """What was measured on this machine: "link", "codec", "thread", "device" (its rates); the other
+    figures are defaults."""
 
     def compressing(self, ratio: float) -> Machine:
         """Return the figures for data that is compressed by `ratio` on the link."""
         return replace(self, link=self.link / ratio)
 
-    def with_link(self, figures: LinkFigures) -> Machine:
-        """Return the figures with the link time that the daemon measured or limits."""
-        names = self.measured | {"link"} if figures.link else self.measured
-        return replace(self, link=self.link_by(figures), measured=names)
+    @property
+    def longest_beside(self) -> float:
+        """Longest kernel, in seconds, during which the link still has data to transfer."""
+        return self.ahead * self.link
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Machine:
+        """Return the figures that `dataclasses.asdict` has made of others, through JSON or not."""
+        return cls(**{**fields, "measured": frozenset(fields["measured"])})
+
+    def with_transfers(self, figures: TransferFigures) -> Machine:
+        """Return the figures with what the daemon measured of link and codec, or limits."""
+        known = {name for name in ("link", "codec") if getattr(figures, name)}
+        codec = figures.codec or self.codec
+        return replace(
+            self, link=self.link_by(figures), codec=codec, measured=self.measured | known
+        )
+
+    def with_rates(self, rates: DeviceRates) -> Machine:
+        """Return the figures with the device's measured rates.
+
+        The codec's kernels only move memory: unmeasured, they are as much slower as the memory is.
+        """
+        is_known = "codec" in self.measured
+        codec = self.codec if is_known else self.codec * self.bandwidth / rates.bandwidth
+        names = self.measured | {"device"}
+        return replace(self, **rates._asdict(), codec=codec, measured=names)
 
     def with_thread_store(self, seconds: float | None) -> Machine:
         """Return the figures with the measured hook time per tensor; None: not measured yet."""
@@ -78,27 +109,38 @@ class Machine:
             return self
         return replace(self, thread_store=seconds, measured=self.measured | {"thread"})
 
-    def link_by(self, figures: LinkFigures) -> float:
+    def link_by(self, figures: TransferFigures) -> float:
         """Return seconds per byte on the link: the slowest of copies, limit and disk."""
         return max(figures.link or self.link, figures.limit, figures.disk)
 
 
-class LinkFigures(NamedTuple):
-    """A device's link as the daemon reports it, in seconds a byte; 0.0 if not known."""
+class TransferFigures(NamedTuple):
+    """A device's link and codec as the daemon reports them, in seconds a byte; 0.0 if not known."""
 
     link: float = 0.0
     """Speed of the session's latest copies in the slower direction, while others may have
     copied."""
     limit: float = 0.0
     """Least time that the daemon's settings allow."""
+    codec: float = 0.0
+    """Time of the device for encoding and decoding, if no other kernels delay it."""
     disk: float = 0.0
     """Busy time of the daemon's disk tier for each byte that enters or leaves the pool. The disk
     transfers overlap with the link."""
 
     @classmethod
-    def of(cls, speeds: Pong) -> LinkFigures:
+    def of(cls, speeds: Pong) -> TransferFigures:
         """Return the figures that an answer to Ping reports."""
-        return cls(*(1 / one if one else 0.0 for one in (speeds.link, speeds.limit, speeds.disk)))
+        told = (getattr(speeds, name) for name in cls._fields)
+        return cls(*(1 / one if one else 0.0 for one in told))
+
+
+class DeviceRates(NamedTuple):
+    """What a device computes and moves in a second, as measured; see `Machine`."""
+
+    half_flops: float
+    single_flops: float
+    bandwidth: float
 
 
 CUDA = Machine(
@@ -109,8 +151,8 @@ CUDA = Machine(
     hides=True,
     # One H200: chosen for compiled graphs, not measured by itself.
     fetch_latency=1e-3,
-    # One H200: a session's scratch holds three of the largest chunks; the link needs 4 ms for them.
-    longest_beside=4e-3,
+    # One H200: what a session's scratch holds; the link needs 4 ms for it.
+    ahead=2.2e8,
     # One H200, 16 Xeon cores, PyTorch 2.11. Used until it is measured, as `unmeasured` is.
     thread_store=1.5e-4,
     # A compiled graph's thread runs ahead of the device, which hides most of `thread_store`.
@@ -123,7 +165,6 @@ CUDA = Machine(
     # One H200: large products, and several fused elementwise operations.
     half_flops=6.5e14,
     single_flops=5e13,
-    rounded_share=0.5,
     bandwidth=3e12,
 )
 """A data-centre GPU on PCIe 5."""
@@ -134,7 +175,7 @@ CPU = Machine(
     codec=1 / 1.5e9,
     hides=False,
     fetch_latency=0.0,
-    longest_beside=math.inf,
+    ahead=math.inf,
     thread_store=1.5e-4,
     graph_store=1.5e-4,
     thread_recompute=2e-5,
@@ -143,7 +184,6 @@ CPU = Machine(
     unmeasured_expensive=math.inf,
     half_flops=5e10,
     single_flops=5e10,
-    rounded_share=0.5,
     bandwidth=1e10,
 )
 """A host without a GPU, for the cpu lane."""
@@ -159,4 +199,4 @@ def machine_of(device: torch.device) -> Machine:
 
 def expected_ratio(dtype: torch.dtype, codec: str) -> float:
     """Return the expected compression ratio of `codec` for a dtype; 1.0 means no compression."""
-    return 1.0 if codec == "none" else _RATIOS.get(dtype, 1.0)
+    return 1.0 if codec == "raw" else _RATIOS.get(dtype, 1.0)

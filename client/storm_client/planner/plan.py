@@ -75,7 +75,7 @@ class Plan:
     checkpointed_fullest_bytes: int | None = None
     """The same if each block is checkpointed."""
     measured: frozenset[str] = frozenset()
-    """Which of the machine's figures were measured: "link", "thread"."""
+    """Which of the machine's figures were measured, as `Machine.measured`."""
     compared: str = ""
     """Text for users: the step times with this plan and with others; empty if none were
     compared."""

@@ -23,7 +23,7 @@ __all__ = ["Agreed", "Figures", "Seconds", "Turn"]
 Seconds: TypeAlias = tuple[float | None, ...]
 """Times of the steps that followed one plan; None for steps smaller than the compared ones."""
 
-_RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_beside", "hides"})
+_RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "ahead", "hides"})
 """Figures of a machine for which a smaller value is slower, as False is than True."""
 
 
@@ -119,9 +119,7 @@ class Figures:
     def from_text(cls, text: str) -> Figures:
         """Return the figures that another rank has sent."""
         said = json.loads(text)
-        machine = said["machine"]
-        machine["measured"] = frozenset(machine["measured"])
-        said["machine"] = Machine(**machine)
+        said["machine"] = Machine.of(said["machine"])
         said["rejected"] = {int(number): why for number, why in said["rejected"].items()}
         for name in ("nbytes", "seconds"):
             said[name] = tuple(said[name])

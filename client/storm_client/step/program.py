@@ -153,6 +153,7 @@ class _Builder:
     def __init__(self, captured: Captured, codegen: str, target: Target) -> None:
         self.captured, self.found, self.budget = captured, ordered(captured), target.budget
         self.share = WHOLE._replace(is_training=bool(target.graphs))
+        self.measured = target.measured
         self.generate, exact = GENERATORS[codegen]
         touched = written_by(self.found.work)
 
@@ -205,6 +206,7 @@ class _Builder:
                 self.rules,
                 self.budget,
                 self.share,
+                measured=self.measured,
                 outputs=len(results),
                 static=static,
             )

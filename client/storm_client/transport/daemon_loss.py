@@ -16,7 +16,7 @@ import torch
 
 from storm_client.errors import DaemonLost, ProtocolMismatch, StormError, lost_in_forward
 from storm_client.monitoring.status import DaemonStatus
-from storm_client.planner.machine import LinkFigures
+from storm_client.planner.machine import TransferFigures
 from storm_client.transport.sessions import Sessions
 from stormd.protocol import Ping, Status, StatusRequest
 
@@ -90,18 +90,20 @@ class Supply:
             raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")
         return DaemonStatus.of(answer.state)
 
-    def link_figures(self, device: torch.device) -> LinkFigures:
+    def figures(self, device: torch.device) -> TransferFigures:
         """Return the daemon's present figures for a device's link; empty if it does not answer."""
         session = self._sessions.opened(device)
         if session is not None:
             with suppress(StormError):
                 session.connection.request(Ping(), FIGURES_SECONDS)
-        return self.latest_link_figures(device)
+        return self.latest_figures(device)
 
-    def latest_link_figures(self, device: torch.device) -> LinkFigures:
+    def latest_figures(self, device: torch.device) -> TransferFigures:
         """Return the latest figures for a device's link; each heartbeat brings new ones."""
         session = self._sessions.opened(device)
-        return LinkFigures() if session is None else LinkFigures.of(session.connection.speeds)
+        if session is None:
+            return TransferFigures()
+        return TransferFigures.of(session.connection.speeds)
 
     def close(self) -> None:
         """End all sessions. A second call has no effect."""

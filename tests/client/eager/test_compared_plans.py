@@ -19,7 +19,7 @@ from storm_client.eager.proofs import Trial
 from storm_client.eager.recorder import Span
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import Replay
-from storm_client.planner.machine import CPU, LinkFigures
+from storm_client.planner.machine import CPU, TransferFigures
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import (
     ALL_KEPT,
@@ -161,8 +161,8 @@ def test_plans_are_compared_anew_for_a_link_that_others_use_as_well(
 ) -> None:
     take(lambda one: 0.2 + 0.1 * abs(one.link_share - 0.65) + 0.1 * (not one.recomputes))
     seconds = 1e-7
-    for name in ("link_figures", "latest_link_figures"):
-        monkeypatch.setattr(Supply, name, lambda *_: LinkFigures(link=seconds))
+    for name in ("figures", "latest_figures"):
+        monkeypatch.setattr(Supply, name, lambda *_: TransferFigures(link=seconds))
     net = network()
     offload = client.offload(net, min_bytes=4096)
     monkeypatch.setattr(offload._planning.maker, "ratio", lambda: 1.0)

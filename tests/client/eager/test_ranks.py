@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.eager.ranks import _within
+from storm_client.job_store import within
 from storm_client.planner.search import OFFLOAD_ALONE
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
@@ -166,9 +166,9 @@ def test_what_does_not_return_is_not_waited_for() -> None:
     ends = threading.Event()
     try:
         with pytest.raises(TimeoutError, match="no answer"):
-            _within(0.01, ends.wait)
+            within(0.01, ends.wait)
     finally:
         ends.set()
     with pytest.raises(KeyError):
-        _within(5.0, lambda: {}["nothing"])
-    assert _within(5.0, lambda: "something") == "something"
+        within(5.0, lambda: {}["nothing"])
+    assert within(5.0, lambda: "something") == "something"

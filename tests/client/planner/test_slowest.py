@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
-from storm_client.planner.machine import CUDA, LinkFigures
+from storm_client.planner.machine import CUDA, TransferFigures
 from storm_client.planner.problem import Problem, Value
 from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED, PlanSearch
 from storm_client.planner.slowest import Agreed, Figures, Turn
@@ -26,7 +26,7 @@ OTHER = replace(
     turn_seconds=0.0625,
     last_bytes=50,
     rejected={0: "its bits differ"},
-    machine=replace(CUDA.with_link(LinkFigures(limit=1.0)), bandwidth=1.0, hides=False),
+    machine=replace(CUDA.with_transfers(TransferFigures(limit=1.0)), bandwidth=1.0, hides=False),
     room=1 << 20,
     plain_loss_bytes=10,
     steps=((0.2, 0.1, None, None),),
