@@ -130,7 +130,8 @@ def divided(
 
     The forward graph's results from index `outputs` on are the backward graph's first inputs.
     `static` are the indices of the forward graph's inputs that live longer than it does. The plan
-    rests on the `measured` figures of the device that has most of the saved values.
+    rests on the `measured` figures of the device that has most of the saved values, which are asked
+    for only if there is something to offload.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names, and training
@@ -139,7 +140,10 @@ def divided(
     save_bases(forward, backward, outputs)
     saved = SavedValues(forward, backward, outputs, static, rules)
     device = _most_common(n.meta["val"].device for n in saved.saved if is_tensor(n))
-    pair = _Pair(forward, backward, outputs, saved, measured(machine_of(device), device))
+    machine = machine_of(device)
+    if any(map(saved.is_offloadable, saved.tensors())):
+        machine = measured(machine, device)
+    pair = _Pair(forward, backward, outputs, saved, machine)
     return pair.apply(pair.values(), budget, share)
 
 
