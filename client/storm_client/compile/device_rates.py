@@ -8,6 +8,7 @@ memory that PyTorch does not get to see. Plans rest on them, and no bit does.
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -33,8 +34,9 @@ HALF_WIDTH: Final = 4096
 SINGLE_WIDTH: Final = 2048
 """Rows and columns of the multiplied matrices."""
 
-REPEATS: Final = 4
-"""Of each operation; the fastest counts, since the first ones also prepare something."""
+REPEATS: Final = 64
+"""Of each operation. The later half counts: by then the device has the clock rate and power that
+it keeps."""
 
 _rates: dict[tuple[torch.device, str], DeviceRates | None] = {}
 _lock = threading.Lock()
@@ -80,19 +82,23 @@ def _measured_in(memory: torch.Tensor) -> DeviceRates:
     found = (
         _flops(memory, half, HALF_WIDTH),
         _flops(memory, torch.float32, SINGLE_WIDTH),
-        2 * first.nbytes / _least_seconds(lambda: first.copy_(second)),
+        2 * first.nbytes / _seconds(lambda: first.copy_(second)),
     )
     return DeviceRates(*(float(f"{rate:.2g}") for rate in found))
 
 
 def _flops(memory: torch.Tensor, dtype: torch.dtype, width: int) -> float:
-    """Return the operations a second of a product of square matrices."""
-    matrices = memory.view(dtype)[: 3 * width * width].view(3, width, width).fill_(1.0)
-    seconds = _least_seconds(lambda: torch.mm(matrices[0], matrices[1], out=matrices[2]))
+    """Return the operations a second of a product of square matrices.
+
+    Their values are random: products of equal ones need less power, and a GPU is faster at them.
+    """
+    matrices = memory.view(dtype)[: 3 * width * width].view(3, width, width)
+    matrices.normal_(generator=torch.Generator(memory.device))
+    seconds = _seconds(lambda: torch.mm(matrices[0], matrices[1], out=matrices[2]))
     return 2.0 * width**3 / seconds
 
 
-def _least_seconds(operation: Callable[[], object]) -> float:
+def _seconds(operation: Callable[[], object]) -> float:
     timed = partial(torch.cuda.Event, enable_timing=True)
     events = [timed() for _ in range(REPEATS + 1)]
     events[0].record()
@@ -101,7 +107,7 @@ def _least_seconds(operation: Callable[[], object]) -> float:
         event.record()
     events[-1].synchronize()
     milliseconds: list[float] = [one.elapsed_time(other) for one, other in pairwise(events)]
-    return max(min(milliseconds), 1e-3) / 1e3
+    return max(statistics.median(milliseconds[REPEATS // 2 :]), 1e-3) / 1e3
 
 
 class _Memory:
