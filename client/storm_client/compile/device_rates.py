@@ -34,6 +34,10 @@ HALF_WIDTH: Final = 4096
 SINGLE_WIDTH: Final = 2048
 """Rows and columns of the multiplied matrices."""
 
+IN_TRAINING: Final = 0.8
+"""Share of a large kernel's rate that a training's kernels reach: each has a beginning and an end,
+and few fit the device as well. One H200: so a graph's forward pass takes as long as estimated."""
+
 REPEATS: Final = 64
 """Of each operation. The later half counts: by then the device has the clock rate and power that
 it keeps."""
@@ -84,7 +88,7 @@ def _measured_in(memory: torch.Tensor) -> DeviceRates:
         _flops(memory, torch.float32, SINGLE_WIDTH),
         2 * first.nbytes / _seconds(lambda: first.copy_(second)),
     )
-    return DeviceRates(*(float(f"{rate:.2g}") for rate in found))
+    return DeviceRates(*(float(f"{IN_TRAINING * rate:.2g}") for rate in found))
 
 
 def _flops(memory: torch.Tensor, dtype: torch.dtype, width: int) -> float:
