@@ -42,11 +42,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from stormd import cli
+from stormd.protocol import parse_budget
 
 Span = tuple[float, float]
 Events = list[dict[str, Any]]
 START_SECONDS = 180.0
-WARM_UPS = 6
+WARM_UPS = 60
+"""Steps before the one that is traced: plans of steps have settled by then."""
 NONE = "none"
 LONGEST = 20
 """Kernels, and times without any, that are told."""
@@ -70,6 +72,7 @@ def traced_steps(
     directory: Path,
     *,
     compiled: bool,
+    warm_ups: int = WARM_UPS,
 ) -> None:
     """With each budget take some steps, and write the trace of one more."""
     training = make(WORKLOADS[workload], device)
@@ -80,7 +83,7 @@ def traced_steps(
             context = _compiled if compiled else _context
             offload = entered.enter_context(context(budget, training, address))
             entered.enter_context(attention(device))
-            for _ in range(WARM_UPS):
+            for _ in range(warm_ups):
                 _step(training, offload)
             with _profiled() as profiled:
                 _step(training, offload)
@@ -118,7 +121,7 @@ def _context(
         yield nullcontext()
         return
     with storm.connect(address, embedded="never", timeout=60.0) as client:
-        yield client.offload(training.module, min_bytes=MIN_BYTES, budget=budget)
+        yield client.offload(training.module, min_bytes=MIN_BYTES, budget=parse_budget(budget))
 
 
 def _step(training: Training, offload: AbstractContextManager[object]) -> None:
@@ -302,6 +305,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=tuple(WORKLOADS))
     parser.add_argument("--budgets", nargs="+", default=["least"], help=f"{NONE!r}: no offload")
     parser.add_argument("--compiled", action="store_true", help="block by block")
+    parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
     parser.add_argument("--pool", default="16GiB")
     parser.add_argument("--traces", type=Path, help="the folder where the merged traces go")
     parser.add_argument("--daemon", nargs=4, help=argparse.SUPPRESS)
@@ -315,7 +319,15 @@ def main() -> None:
         directory = Path(base)
         with daemon(device, args.pool, directory) as address:
             where = torch.device(device)
-            traced_steps(address, where, workload, args.budgets, directory, compiled=args.compiled)
+            traced_steps(
+                address,
+                where,
+                workload,
+                args.budgets,
+                directory,
+                compiled=args.compiled,
+                warm_ups=args.warm_ups,
+            )
         theirs = json.loads((directory / "daemon.json").read_text())
         traces = {
             budget: merged(json.loads((directory / f"{budget}.json").read_text()), theirs)
