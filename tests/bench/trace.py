@@ -129,7 +129,8 @@ def _step(training: Training, offload: AbstractContextManager[object]) -> None:
     with offload:
         for block in training.net.blocks:
             x = block(x)
-    training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
+        loss = training.net.loss(x, training.targets)
+    loss.backward()  # type: ignore[no-untyped-call]
     if training.optimizer is not None:
         training.optimizer.step()
     training.module.zero_grad(set_to_none=True)
