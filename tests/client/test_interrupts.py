@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from storm_client import native
 from storm_client.transport.interrupts import SafeCondition
 from support.daemon_process import DaemonProcess
 from support.following import PATHS, follow_by
+from support.interrupting import interrupted_after
 from support.planning import replay_all
 from support.training import assert_identical, seeded, trained
 from support.waiting import wait_until
@@ -62,26 +63,6 @@ def until_interrupted(function: Callable[[], object], fired: list[int]) -> None:
     before = len(fired)
     while len(fired) == before:
         function()
-
-
-@contextmanager
-def interrupted_after(seconds: float, fired: list[int]) -> Iterator[None]:
-    """Raise KeyboardInterrupt in what is inside, whatever runs after so much processor time."""
-
-    def interrupt(number: int, frame: object) -> None:
-        fired.append(number)
-        raise KeyboardInterrupt
-
-    # Hypothesis has the collector call Python code, where an interrupt would be lost.
-    callbacks, gc.callbacks[:] = gc.callbacks[:], []
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        yield
-    finally:
-        gc.callbacks[:] = callbacks
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 @pytest.fixture(autouse=True)
