@@ -142,15 +142,23 @@ def lanes(monkeypatch: pytest.MonkeyPatch, lane_kind: type[CpuLane]) -> list[Cpu
 
 
 @pytest.fixture
+def late_lane_kind() -> type[LateCpuLane]:
+    """The kind of lane that the daemons of `make_late_daemon` have; a file may have another."""
+    return LateCpuLane
+
+
+@pytest.fixture
 def make_late_daemon(
-    lanes: list[InPlaceCpuLane], monkeypatch: pytest.MonkeyPatch
+    lanes: list[InPlaceCpuLane],
+    late_lane_kind: type[LateCpuLane],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., DaemonThread]]:
     """Start daemons for one test that read what `lanes` store as late as they may.
 
     They are threads, so that a test can reach their memory.
     """
 
-    class Lane(LateCpuLane):
+    class Lane(late_lane_kind):  # type: ignore[misc,valid-type]
         @staticmethod
         def catch_up() -> None:
             for lane in lanes:

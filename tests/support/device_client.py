@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
-from storm_client.lanes import Mapped, Request, Slot
+from storm_client.lanes import Mapped, Request, Slot, StagingArea
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
 from storm_client.transport.staging_space import StagingSpace
 from support.device_lane import DONE_TWICE
 
-from stormd.protocol import MapSegment, Welcome
+from stormd.protocol import MapSegment, ReserveRange, Welcome
 from stormd.protocol.timeline import (
     PAGE_BYTES,
     PUBLISHED,
@@ -233,10 +233,19 @@ class DeviceInPlace:
     def offers(self) -> list[MapSegment]:
         return []
 
+    def awaits_answer(self, address: int, nbytes: int) -> bool:
+        return False
+
+    def make_staging(self) -> StagingArea:
+        raise AssertionError("there is a staging area")
+
+    def offer_staging(self, address: int) -> None:
+        raise AssertionError("there is a staging area")
+
     def sweep(self) -> bool:
         return False
 
-    def barrier(self) -> MapSegment:
+    def barrier(self) -> ReserveRange:
         raise AssertionError("nothing was unmapped")
 
     def headroom(self) -> int:

@@ -171,6 +171,9 @@ class FakeTorch:
     def memory_reserved(self, device: torch.device | int) -> int:
         return self.memory[ordinal_of(device)]["reserved"]
 
+    def memory_allocated(self, device: torch.device | int) -> int:
+        return self.memory[ordinal_of(device)]["allocated"]
+
     def max_memory_allocated(self, device: torch.device | int) -> int:
         return self.memory[ordinal_of(device)]["most"]
 

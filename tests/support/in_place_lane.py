@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from storm_client.lanes import Mapped, Request, Slot
+from storm_client.lanes import Mapped, Request, Slot, StagingArea
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
 from storm_client.transport.staging_space import ALIGNMENT, StagingSpace
 from support.waiting import wait_until
 
-from stormd.protocol import MapSegment, Welcome
+from stormd.protocol import ReserveRange, Welcome
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines, restored_slot
 
 OVERWRITTEN = 0xA5
@@ -59,14 +59,14 @@ class Unread:
 
     def __init__(self, descriptor: int) -> None:
         self._numbers = count(1)
-        self._last = 0
+        self.last = 0
         self._lock = threading.Lock()  # protects the page and the sources
         self._page: mmap.mmap | None = mmap.mmap(descriptor, PAGE_BYTES)
         self._sources: deque[_Source] = deque()
 
     def next_number(self) -> int:
-        self._last = next(self._numbers)
-        return self._last
+        self.last = next(self._numbers)
+        return self.last
 
     def add(self, sequence: int, address: int, target: int, nbytes: int) -> None:
         """Have bytes read under a number that was drawn last."""
@@ -83,7 +83,7 @@ class Unread:
                 Timelines(address).store(PUBLISHED, sequence)
 
     def read_all(self) -> None:
-        self.read_through(self._last)
+        self.read_through(self.last)
 
     def counter(self, offset: int) -> int | None:
         """Return what the page's counter says; None once it is unmapped."""
@@ -125,13 +125,15 @@ class InPlaceCpuLane(CpuLane):
     budget_bytes = 2 << 20
     unread: Unread
     area_bytes: int
+    half_bytes: int
+    """The size of the staging area; the rest stands for the device's memory."""
     part_bytes: int
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         super().attach(welcome, descriptors, request)
         self.area_bytes = welcome.staging_bytes
-        self.staging_bytes = welcome.staging_bytes // 2
-        self._memory = StagingSpace(welcome.staging_bytes - self.staging_bytes)
+        self.staging_bytes = self.half_bytes = welcome.staging_bytes // 2
+        self._memory = StagingSpace(welcome.staging_bytes - self.half_bytes)
         self._taken: list[Slot] = []
         self.unread = Unread(descriptors[0])
         self.part_bytes = welcome.part_bytes - welcome.part_bytes % ALIGNMENT
@@ -144,7 +146,7 @@ class InPlaceCpuLane(CpuLane):
             self.unread.read_all()  # whoever waits for room gives the device the time
             return None
         self._taken.append(taken)
-        return Slot(self.staging_bytes + taken.offset, nbytes)
+        return Slot(self.half_bytes + taken.offset, nbytes)
 
     def publish(self) -> int:
         self.unread.read_all()
@@ -212,10 +214,19 @@ class FakeInPlace:
         self.found += 1
         return Mapped(0, slot.offset)
 
+    def awaits_answer(self, address: int, nbytes: int) -> bool:
+        return False
+
+    def make_staging(self) -> StagingArea:
+        raise AssertionError("there is a staging area")
+
+    def offer_staging(self, address: int) -> None:
+        raise AssertionError("there is a staging area")
+
     def sweep(self) -> bool:
         return False
 
-    def barrier(self) -> MapSegment:
+    def barrier(self) -> ReserveRange:
         raise AssertionError("nothing was unmapped")
 
     def publish_numbers(self, count: int) -> range:

@@ -167,7 +167,8 @@ class Cache:
     def _open(self, device: torch.device) -> CacheSession | None:
         """Return a new session; None, with a warning, if tensors have to pass through the host."""
         try:
-            session = CacheSession(self._address, lane_for(device), self._timeout)
+            lane = lane_for(device, in_place=False)
+            session = CacheSession(self._address, lane, self._timeout)
         except (UsageError, DaemonUnavailable) as error:
             if device == CPU:
                 raise

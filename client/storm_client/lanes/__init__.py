@@ -6,7 +6,8 @@ the cuda lane the device itself waits until the previous user of a slot has fini
 decide what is stored when, and who waits for which message.
 
 A **route** says how one chunk travels: `Staged` means by a copy in the staging area; `Mapped` means
-in memory of this process that the daemon has mapped.
+in memory of this process that the daemon has mapped. A lane with access in place makes the staging
+area only when a chunk cannot be mapped.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from stormd.protocol import MapSegment, Message, Welcome
+from stormd.protocol import MapSegment, Message, ReserveRange, Welcome
 
 if TYPE_CHECKING:
     from storm_client.lanes.offers import Mappable
@@ -36,6 +37,7 @@ __all__ = [
     "Route",
     "Slot",
     "Staged",
+    "StagingArea",
     "Stream",
 ]
 
@@ -59,6 +61,13 @@ class LaneHello:
     device_uuid: str = ""
     staging_bytes: int = 0
     features: tuple[str, ...] = ()
+
+
+class StagingArea(NamedTuple):
+    """Where a staging area lies, and its size in bytes."""
+
+    address: int
+    nbytes: int
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -90,7 +99,8 @@ Route: TypeAlias = Staged | Mapped
 
 
 class InPlace(Protocol):
-    """A lane's operations if the daemon works in the tensors' own memory. Called locked.
+    """A lane's operations if the daemon works in the tensors' own memory. Called locked, except
+    `make_staging`.
 
     Store: find -> publish_numbers -> a Store for each chunk -> the source is freed. This may be
     before the daemon has read the source: then `wait_before_reuse` orders the reuse of its memory
@@ -117,13 +127,30 @@ class InPlace(Protocol):
     def find(self, address: int, nbytes: int) -> Mapped | None:
         """Return where the daemon has mapped the range, None if it has not (yet)."""
 
+    def awaits_answer(self, address: int, nbytes: int) -> bool:
+        """Return whether the daemon has yet to say if it maps the range, which was not found."""
+
+    def make_staging(self) -> StagingArea:
+        """Return the staging area, for memory that cannot be mapped; make it unless it is there.
+
+        This may wait for the device: call it without the lock. If an interrupt ends the call, the
+        area is either made nevertheless or not made.
+
+        Raises:
+            UsageError: the device has no memory for it.
+            DaemonLost: the lane is closed.
+        """
+
+    def offer_staging(self, address: int) -> None:
+        """Offer the staging area at `address` to the daemon, unless that was done."""
+
     def offers(self) -> list[Mappable]:
         """Return the offers that make the next daemon map all mapped memory, in this order."""
 
     def sweep(self) -> bool:
         """Have freed allocations unmapped; return whether any of them was mapped."""
 
-    def barrier(self) -> MapSegment:
+    def barrier(self) -> ReserveRange:
         """Return an offer that is answered only when all earlier unmapping is done."""
 
     def publish_numbers(self, count: int) -> range:
@@ -162,7 +189,7 @@ class Lane(ABC):
     device: torch.device
     hello: LaneHello
     staging_bytes: int = 0
-    """Size of the staging area; known after `attach`."""
+    """Size of the staging area that `attach` has made; 0 if it is made when it is first needed."""
     budget_bytes: int = 0
     """The most device memory that may wait for the link: in flight, held or prefetched."""
     keeps_stored = False

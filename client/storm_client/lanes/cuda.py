@@ -1,4 +1,4 @@
-"""The cuda lane: tensors in device memory, staged through memory that the daemon maps.
+"""The cuda lane: tensors in device memory that the daemon maps, or staged through such memory.
 
 The training thread never waits for the device here: streams wait for counters in a page that the
 daemon shares. The page exists until no stream waits for a counter or has still to write one.
@@ -18,18 +18,28 @@ import torch
 from storm_kernels.errors import KernelsError
 
 from storm_client.devices import is_capturing, with_number
-from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.lanes import NOTHING, Lane, LaneHello, Mapped, Request, Slot, Stream
+from storm_client.errors import DaemonUnavailable, StormError, UsageError
+from storm_client.lanes import (
+    NOTHING,
+    STAGING,
+    Lane,
+    LaneHello,
+    Mapped,
+    Request,
+    Slot,
+    StagingArea,
+    Stream,
+)
 from storm_client.lanes.offers import Mappable
 from storm_client.lanes.segments import Segments
-from stormd.protocol import MapSegment, Welcome
+from stormd.protocol import MapSegment, ReserveRange, UnmapSegment, Welcome
 from stormd.protocol.timeline import RESTORED_SLOTS, STORED, restored_slot, status_slot
 
 try:
     from storm_kernels import cuda_driver
-    from storm_kernels.cuda_driver import Event, PrimaryContext, wait_value
+    from storm_kernels.cuda_driver import DeviceBuffer, Event, PrimaryContext, wait_value
 
-    from storm_client.lanes.publishing import Publisher, Shared, closed, share
+    from storm_client.lanes.publishing import Publisher, Shared, closed, new_area
 except KernelsError as error:
     raise UsageError(f"tensors on a GPU are not offloaded: {error}") from error
 
@@ -48,7 +58,11 @@ STAGING_DIVISOR = 32
 """
 
 SPARE_STAGING_DIVISOR = 512
-"""The same fraction if most tensors are stored and restored in place."""
+"""The same fraction if tensors are stored and restored in place: the area is made only for memory
+that cannot be mapped."""
+
+BARRIER_BYTES = 2 << 20
+"""Addresses that a barrier has the daemon reserve: the smallest unit of any device."""
 
 POOLED = 1
 """A bit of a stream's id: the stream is PyTorch's. A script may destroy its own at any time."""
@@ -64,7 +78,7 @@ BUDGET_DIVISOR = 32
 
 
 class CudaLane(Lane):
-    """Copies between tensors of one device and a staging area in that device's memory.
+    """Has tensors of one device read and written in place, or copied to and from a staging area.
 
     Raises:
         UsageError: the device cannot be used through the CUDA driver.
@@ -72,8 +86,8 @@ class CudaLane(Lane):
 
     keeps_stored = True
 
-    def __init__(self, device: torch.device) -> None:
-        """Describe the lane; attach gives it its memory."""
+    def __init__(self, device: torch.device, *, in_place: bool = True) -> None:
+        """Describe the lane; without `in_place` it only copies. `attach` must follow."""
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.device = with_number(device)
         ordinal = self.device.index
@@ -84,7 +98,7 @@ class CudaLane(Lane):
         self._ordinal = ordinal
         self._thread = threading.local()
         self._total_bytes = torch.cuda.get_device_properties(ordinal).total_memory
-        self._may_be_in_place = not _one_connection() and self._can_export()
+        self._may_be_in_place = in_place and not _one_connection() and self._can_export()
         divisor = SPARE_STAGING_DIVISOR if self._may_be_in_place else STAGING_DIVISOR
         self.hello = LaneHello(
             device="cuda",
@@ -94,6 +108,10 @@ class CudaLane(Lane):
         self.budget_bytes = self._total_bytes // BUDGET_DIVISOR
         self._lock = threading.Lock()
         """Protects the shared objects, and the streams' waits."""
+        self._making_staging = threading.Lock()
+        """Held by a thread that makes the staging area."""
+        self._granted_bytes = 0
+        """The size of staging area that the daemon has granted."""
         self._shared: Shared | None = None
         self._publisher: Publisher | None = None
         self._in_place: _InPlace | None = None
@@ -101,7 +119,7 @@ class CudaLane(Lane):
         """By stream: an event that is reached when the stream no longer waits for the page."""
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
-        """Map the timeline page, make the staging area, and have the daemon map it.
+        """Map the timeline page; without access in place, have the daemon map a staging area.
 
         Raises:
             DaemonUnavailable: the daemon shared no page.
@@ -112,23 +130,28 @@ class CudaLane(Lane):
             raise DaemonUnavailable(
                 "the daemon shared no timeline page with this cuda session; see its log"
             )
+        self._granted_bytes = welcome.staging_bytes
         with torch.cuda.device(self._ordinal):
             self._context.make_current()
             try:
-                self._shared = share(descriptors[0], welcome.staging_bytes)
+                self._shared = Shared(descriptors[0])
             except KernelsError as error:
-                raise UsageError(
-                    f"no staging area of {welcome.staging_bytes} bytes on {self.device}: {error}"
-                ) from error
+                raise UsageError(f"no page is shared with {self.device}: {error}") from error
             self._publisher = Publisher(self._shared)
-            request(self._shared.offer())
-        self.staging_bytes = welcome.staging_bytes
-        if self._may_be_in_place:
-            self._in_place = _InPlace(self, shared_by_mps=self._context.shared_by_mps())
+            if self._may_be_in_place:
+                self._in_place = self._attach_in_place(request)
+            else:
+                area = self._new_area()
+                self._shared.use_area(area)
+                request(_offer(area))
+                self.staging_bytes = area.nbytes
 
     def offers(self) -> list[MapSegment]:
-        """Return the staging area's offer, which the daemon has been asked to map."""
-        return [self.offer()]
+        """Return the offer of the area that `attach` has made; Segments offers any other."""
+        if self._may_be_in_place:
+            return []
+        with self.driver_context():
+            return [_offer(self._area())]
 
     @property
     def in_place(self) -> _InPlace | None:
@@ -147,7 +170,7 @@ class CudaLane(Lane):
 
         The memory of `source` may be reused after that copy, as after any work on the stream.
         """
-        target = self._open().area.address + slot.offset
+        target = self._area().address + slot.offset
         with self.driver_context():
             stream = torch.cuda.current_stream()
             self._view(source).record_stream(stream)
@@ -161,7 +184,7 @@ class CudaLane(Lane):
 
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
         """Copy the slot to offset `begin` of `destination`, on the current stream."""
-        source = self._open().area.address + slot.offset
+        source = self._area().address + slot.offset
         with self.driver_context():
             stream = self._current_stream()
             self._numbers().copy(destination.data_ptr() + begin, source, slot.nbytes, stream)
@@ -245,12 +268,67 @@ class CudaLane(Lane):
         with _Entered(self, self._ordinal):
             return function(*arguments)
 
-    def offer(self) -> MapSegment:
-        """Return the message that makes the daemon map the staging area."""
-        with self.driver_context():
-            return self._open().offer()
+    def make_staging(self) -> StagingArea:
+        """Return the staging area; make it unless it is there: see lanes.InPlace."""
+        failed: list[KernelsError | StormError] = []
+        # Interrupts strike the main thread alone, so another one loses no memory.
+        thread = threading.Thread(
+            target=self._make_staging, args=(failed,), name="storm-staging", daemon=True
+        )
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        area = self._area()
+        return StagingArea(area.address, area.nbytes)
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _attach_in_place(self, request: Request) -> _InPlace:
+        """Return the access in place, once the daemon has memory of its own for the session."""
+        in_place = _InPlace(self, shared_by_mps=self._context.shared_by_mps())
+        first = in_place.barrier()
+        request(first)
+        in_place.segments.to_unmap.append(UnmapSegment(first.segment))
+        return in_place
+
+    def _make_staging(self, failed: list[KernelsError | StormError]) -> None:
+        """Make the staging area unless it is there; an error goes to `failed`."""
+        try:
+            with self._making_staging, self.driver_context():
+                shared = self._open()
+                if shared.area is None:
+                    self._use_if_open(shared, self._new_area())
+        except (KernelsError, StormError) as error:
+            failed.append(error)
+
+    def _new_area(self) -> DeviceBuffer:
+        try:
+            return new_area(self._granted_bytes, self.device)
+        except KernelsError as error:
+            raise UsageError(
+                f"no staging area of {self._granted_bytes} bytes on {self.device}: {error}"
+            ) from error
+
+    def _use_if_open(self, shared: Shared, area: DeviceBuffer) -> None:
+        """Use a new staging area; if the lane was closed meanwhile, free the area.
+
+        Raises:
+            DaemonLost: the lane is closed.
+        """
+        with self._lock:
+            is_open = self._shared is shared
+            if is_open:
+                shared.use_area(area)
+        if not is_open:
+            area.close()
+            raise closed()
+
+    def _area(self) -> DeviceBuffer:
+        """Return the staging area; raise DaemonLost if the lane is closed."""
+        area = self._open().area
+        assert area is not None, "something is staged before there is a staging area"
+        return area
 
     def _poison(self) -> bool:
         """Poison the daemon's counters once; return whether a stream may still wait for one."""
@@ -313,6 +391,11 @@ class CudaLane(Lane):
 _RESTORED = tuple(map(restored_slot, range(RESTORED_SLOTS)))
 
 
+def _offer(area: DeviceBuffer) -> MapSegment:
+    """Return the message that makes the daemon map a staging area."""
+    return MapSegment(segment=STAGING, handle=area.ipc_handle(), nbytes=area.nbytes)
+
+
 class _Entered:
     """A context with a device and possible driver calls; a generator would cost more."""
 
@@ -364,6 +447,15 @@ class _InPlace:
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
         return self._lane.call_driver(self.segments.find, address, nbytes)
+
+    def awaits_answer(self, address: int, nbytes: int) -> bool:
+        return self._lane.call_driver(self.segments.awaits_answer, address, nbytes)
+
+    def make_staging(self) -> StagingArea:
+        return self._lane.make_staging()
+
+    def offer_staging(self, address: int) -> None:
+        self._lane.call_driver(self.segments.offer_staging, address)
 
     def offers(self) -> list[Mappable]:
         with self._lane.driver_context():
@@ -425,11 +517,8 @@ class _InPlace:
             return None
         return timelines.read(status_slot(ticket))
 
-    def barrier(self) -> MapSegment:
-        area = self._lane.offer()
-        return MapSegment(
-            segment=self.segments.new_number(), handle=area.handle, nbytes=area.nbytes
-        )
+    def barrier(self) -> ReserveRange:
+        return ReserveRange(segment=self.segments.new_number(), nbytes=BARRIER_BYTES)
 
     def headroom(self) -> int:
         device = self._lane.device

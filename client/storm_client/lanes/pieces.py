@@ -112,6 +112,13 @@ class Pieces:
                 self._forget(one)
         return any(was_mapped)
 
+    def within(self, address: int, nbytes: int) -> Iterator[Piece]:
+        """Yield the known pieces that cover the bytes from `address` on, up to the first gap."""
+        reached, end = address, address + nbytes
+        while reached < end and (piece := self._covering(reached)) is not None:
+            yield piece
+            reached = piece.end
+
     def close(self) -> None:
         """Forget all pieces without calling `forget`: there is no daemon any more."""
         self._is_closed = True

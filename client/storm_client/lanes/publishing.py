@@ -9,8 +9,9 @@ range of the staging area is overwritten after the copies that used it before, i
 
 Streams are passed as handles; all methods are called in the lane's context.
 
-The lane and the daemon share the page and the staging area. The area is not PyTorch's memory, so it
-can be exported with any allocator. Page and area exist until no stream uses them.
+The lane and the daemon share the page and the staging area, once there is one. The area is not
+PyTorch's memory, so it can be exported with any allocator. Page and area exist until no stream uses
+them.
 """
 
 from __future__ import annotations
@@ -33,42 +34,41 @@ from storm_kernels.cuda_driver import (
 from storm_kernels.errors import CudaDriverError
 
 from storm_client.errors import DaemonLost
-from storm_client.lanes import STAGING
-from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
 
-__all__ = ["Publisher", "Shared", "closed", "share"]
+__all__ = ["Publisher", "Shared", "closed", "new_area"]
 
 DEFAULT_STREAM = 0
 """The handle of each device's default stream, which is never destroyed nor captured."""
 
 
 class Shared:
-    """The page and staging area shared with the daemon, and the stream and event that order them.
+    """The page shared with the daemon, the stream and event that order copies, the staging area.
 
     Raises:
         KernelsError: a CUDA object cannot be made; those made before are freed.
     """
 
-    def __init__(self, descriptor: int, staging_bytes: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         with ExitStack() as made:
             memory = made.enter_context(mmap.mmap(descriptor, PAGE_BYTES))
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             page = made.enter_context(closing(RegisteredHost(address, PAGE_BYTES)))
             self.p = made.enter_context(closing(Stream()))
             self.event = made.enter_context(closing(Event()))
-            self.area = made.enter_context(closing(DeviceBuffer(staging_bytes)))
             self._made = made.pop_all()
+        self.area: DeviceBuffer | None = None
+        """None until `use_area`."""
         self.timelines = Timelines(address)
         self.page_address = page.device_address
         """The page's address on the device."""
         self.published = page.device_address + PUBLISHED
         self.stored = page.device_address + STORED
 
-    def offer(self) -> MapSegment:
-        """Return the message that lets the daemon map the staging area."""
-        area = self.area
-        return MapSegment(segment=STAGING, handle=area.ipc_handle(), nbytes=area.nbytes)
+    def use_area(self, area: DeviceBuffer) -> None:
+        """Take over a staging area; there was none before."""
+        self._made.callback(area.close)
+        self.area = area
 
     def close(self) -> None:
         """Free all objects; this waits for the device."""
@@ -81,15 +81,25 @@ def closed() -> DaemonLost:
     return DaemonLost("the daemon was lost, or the client closed, while a tensor was in flight")
 
 
-def share(descriptor: int, staging_bytes: int) -> Shared:
-    """Make the shared objects; if memory is short, free PyTorch's unused memory and try again."""
+def new_area(nbytes: int, device: torch.device) -> DeviceBuffer:
+    """Allocate a staging area; if only PyTorch's unused memory has room for it, free that.
+
+    Raises:
+        CudaDriverError: the device has no memory.
+    """
     try:
-        return Shared(descriptor, staging_bytes)
+        return DeviceBuffer(nbytes)
     except CudaDriverError as error:
-        if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+        if error.code != "CUDA_ERROR_OUT_OF_MEMORY" or _freeable_bytes(device) < nbytes:
             raise
     torch.cuda.empty_cache()
-    return Shared(descriptor, staging_bytes)
+    return DeviceBuffer(nbytes)
+
+
+def _freeable_bytes(device: torch.device) -> int:
+    """Return how much memory of a device is free, or is PyTorch's and unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class Publisher:

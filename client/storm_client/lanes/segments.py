@@ -2,8 +2,9 @@
 
 An allocation is known by its buffer id, because addresses are reused and buffer ids are not. Memory
 that is mapped piece by piece has no such id: pieces.py knows it by its handles. Each allocation is
-offered to the daemon once, and nobody waits for the answer. Until the daemon has mapped it, or if
-it cannot, `find` returns None, and the staging area is used.
+offered to the daemon once. `find` returns None until the daemon has mapped it, and for ever if it
+cannot; `awaits_answer` says which. Only what cannot be mapped passes through the staging area,
+which is an allocation that is offered like all others.
 
 A mapping keeps the memory of a freed allocation alive: `sweep` has such mappings undone. The
 session's lock protects a Segments.
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from storm_kernels.errors import CudaDriverError
 
-from storm_client.lanes import Mapped
+from storm_client.lanes import STAGING, Mapped
 from storm_client.lanes.offers import Driver, Mappable, Offered, State
 from storm_client.lanes.pieces import AddressRange, Piece, Pieces
-from stormd.protocol import MapSegment, UnmapSegment
+from stormd.protocol import Envelope, MapSegment, UnmapSegment
 from stormd.protocol.limits import MAX_PIECES_WAITING
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ __all__ = ["Segments", "send_offers"]
 log = logging.getLogger(__name__)
 
 KNOWN = 1024
-"""Limit for known allocations; beyond it the least recently used one is unmapped."""
+"""Limit for known allocations; beyond it the least recently used one is unmapped, but never the
+staging area."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,13 +65,13 @@ class Segments:
         `close`.
         """
         self.outbox: deque[Mappable] = deque()
-        """Offers for the daemon; whoever sends one reports its request to `on_sent`."""
+        """Offers for the daemon: `next_offer` returns one, which `post` removes."""
         self.to_unmap: deque[UnmapSegment] = deque()
         """Segments that the daemon has to unmap, before it gets further offers."""
         self._driver = driver
         self._limit = known
         self._driver_context = driver_context
-        self._numbers = count(1)  # 0 is the staging area
+        self._numbers = count(STAGING + 1)
         self._known: OrderedDict[int, _Segment] = OrderedDict()  # least recently used first
         self._pieces = Pieces(
             driver, new_number=self.new_number, offer=self._queue_offer, forget=self._unmap
@@ -93,12 +95,31 @@ class Segments:
             return None
         return Mapped(segment.number, address - segment.base)
 
+    def awaits_answer(self, address: int, nbytes: int) -> bool:
+        """Return whether the daemon has yet to say if it maps bytes that `find` has not found.
+
+        An offer that an interrupt has stopped on its way to the daemon is not awaited.
+        """
+        under_way = [*self._unsent.values(), *self._offers.values()]
+        if not under_way:
+            return False
+        if self._pieces.has(address):
+            return any(piece in under_way for piece in self._pieces.within(address, nbytes))
+        buffer = self._buffer(address)
+        return buffer is not None and self._known.get(buffer) in under_way
+
+    def offer_staging(self, address: int) -> None:
+        """Offer the staging area, an allocation at `address`, unless that was done."""
+        buffer = self._buffer(address)
+        if buffer is not None and buffer not in self._known:
+            self._add_segment(buffer, _Segment(STAGING, State.OFFERED, address))
+
     def new_number(self) -> int:
         """Return an unused segment number."""
         return next(self._numbers)
 
     def next_offer(self, send_descriptor: SendDescriptor) -> Mappable | None:
-        """Remove and return the next offer; None if none can be sent now.
+        """Return the next offer, to be posted at once; None if none can be sent now.
 
         A piece's descriptor is sent first. A piece's offer may have to wait for the answer about
         its range, or for the daemon to read earlier offers.
@@ -118,15 +139,21 @@ class Segments:
                         os.close(descriptor)
                 else:
                     offered.state = State.REFUSED
-            offer = self.outbox.popleft()
             if offered is not None and offered.state is State.OFFERED:
-                return offer
-            self._unsent.pop(offer.segment, None)
+                return self.outbox[0]
+            self._unsent.pop(self.outbox[0].segment, None)
+            self.outbox.popleft()
         return None
 
-    def on_sent(self, request: int, offer: Mappable) -> None:
-        """Note the number of the request that carries an offer."""
-        self._offers[request] = self._unsent.pop(offer.segment)
+    def post(self, request: int, offer: Mappable, outbox: list[Envelope]) -> None:
+        """Move the offer that `next_offer` has returned to `outbox`, as this request."""
+        envelope = Envelope(request, offer)
+        offered = self._unsent[offer.segment]
+        # No call is between these statements: all or none are done; see transport/transfers.py.
+        self._offers[request] = offered
+        del self._unsent[offer.segment]
+        del self.outbox[0]
+        outbox.append(envelope)
 
     def is_pending(self, request: int) -> bool:
         """Return whether the number is that of an offer in flight."""
@@ -207,11 +234,22 @@ class Segments:
                 return
         if buffer is None:
             return
-        segment = _Segment(self.new_number(), State.OFFERED, address)
-        self._queue_offer(segment)
-        self._known[buffer] = segment
+        self._add_segment(buffer, _Segment(self.new_number(), State.OFFERED, address))
         if len(self._known) > self._limit:
-            self._forget(next(iter(self._known)))
+            known = self._known.items()
+            self._forget(next(buffer for buffer, one in known if one.number != STAGING))
+
+    def _add_segment(self, buffer: int, segment: _Segment) -> None:
+        """Note an allocation, and queue its offer if it can be exported."""
+        offer = self._offer(segment)
+        if offer is None:
+            segment.state = State.REFUSED
+            self._known[buffer] = segment
+            return
+        # No call is between these statements: all or none are done.
+        self._known[buffer] = segment
+        self._unsent[segment.number] = segment
+        self.outbox.append(offer)
 
     def _queue_offer(self, one: _Segment | AddressRange | Piece) -> None:
         """Queue an offer, if the memory can be exported."""
@@ -267,16 +305,17 @@ class Segments:
 
 
 def send_offers(connection: Connection, segments: Segments) -> None:
-    """Send the daemon the unmap messages and offers of `segments`; nobody waits for its answers.
+    """Send the daemon the unmap messages and offers of `segments`, without a wait for its answers.
 
     Raises:
         DaemonLost: the daemon is gone.
     """
     while segments.to_unmap:
-        connection.defer(next(connection.numbers), segments.to_unmap.popleft())
+        # After an interrupt it may be sent twice; the daemon refuses the second.
+        connection.defer(next(connection.numbers), segments.to_unmap[0])
+        segments.to_unmap.popleft()
     while (
         segments.outbox and (offer := segments.next_offer(connection.send_descriptor)) is not None
     ):
-        number = next(connection.numbers)
-        connection.defer(number, offer)
-        segments.on_sent(number, offer)
+        segments.post(next(connection.numbers), offer, connection.outbox)
+        connection.flush_soon()

@@ -118,6 +118,11 @@ def _daemon_slow(totals: KeptTotals, steps: int) -> str:  # noqa: ARG001 - as it
     )
 
 
+def _no_staging(totals: KeptTotals, steps: int) -> str:  # noqa: ARG001 - as its neighbours
+    detail = totals.details.get("no_staging", "")
+    return f"the daemon cannot map its memory, and no staging area could be made ({detail})"
+
+
 def _small(totals: KeptTotals, min_bytes: int) -> str | None:
     """Advise for most of the bytes: tensors below half of the mean have less than half of them."""
     count = max(1, totals.stats.skipped.get("small", 0))
@@ -153,4 +158,5 @@ _KEPT: Final[dict[str, Callable[[KeptTotals, int], str]]] = {
     "pool_full": _pool_full,
     "quota": _quota,
     "daemon_slow": _daemon_slow,
+    "no_staging": _no_staging,
 }

@@ -1,9 +1,10 @@
 """Restores stored ranges, on demand and ahead of it.
 
-Ranges are restored into the staging area, where prefetched chunks are given up for anything that is
-needed now, or into memory of their own that the daemon has mapped. Memory that the daemon may still
-write to is kept, even if nobody wants it any more, until the daemon has answered for every chunk.
-Prefetched memory stays within the device window.
+Ranges are restored into memory of their own that the daemon has mapped, or into the staging area,
+where prefetched chunks are given up for anything that is needed now. A thread that needs a range
+waits for the daemon to say whether it maps the memory; prefetching waits for nothing. Memory that
+the daemon may still write to is kept, even if nobody wants it any more, until the daemon has
+answered for every chunk. Prefetched memory stays within the device window.
 
 A thread that restores through the staging area copies each chunk out when it arrives. While it
 waits for a chunk, it holds no slot that it could give up. So a range of any size passes through a
@@ -26,6 +27,7 @@ from storm_client.saved.ranges import Part, StoredRange, UpcomingUses, Use
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
 from storm_client.transport.memory_pressure import MayFail
+from storm_client.transport.staging_area import open_staging
 from storm_client.transport.timeouts import LONGEST_SECONDS, STALL_SECONDS, Patience
 from storm_client.transport.transfer import Incoming, Phase, Transfer
 from storm_client.transport.transfers import REFILL_SHARE, Transfers
@@ -67,7 +69,8 @@ class Inbound:
         Raises:
             CorruptBlob, ActivationLost: the daemon cannot restore the bytes.
             DaemonLost: the daemon is gone.
-            UsageError: a CUDA graph is being captured.
+            UsageError: a CUDA graph is being captured, or the bytes need a staging area for which
+                the device has no memory.
         """
         record, storage = use.record, None
         if self._in_place is not None:
@@ -90,6 +93,8 @@ class Inbound:
         """
         self._refuse_in_capture(nbytes)
         transfers, connection = self._transfers, self._connection
+        if not transfers.has_staging:
+            self._open_staging(parts)
         destination = self._lane.allocate(nbytes)
         try:
             with connection.lock:
@@ -147,6 +152,17 @@ class Inbound:
                 "backward pass, or save what the capture needs without offload"
             )
 
+    def _open_staging(self, parts: list[Part]) -> None:
+        """Open the staging area: see `open_staging`.
+
+        Raises:
+            ActivationLost: the daemon does not answer.
+        """
+        end = time.monotonic() + STALL_SECONDS
+        if not open_staging(self._connection, self._lane, self._transfers, end):
+            with self._connection.lock:
+                raise self._stalled(parts[0].entry)
+
     def _prefetch_staged(self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]) -> None:
         """Request the next records, `upcoming`, into the staging area."""
         with self._connection.lock, suppress(DaemonLost):
@@ -197,13 +213,14 @@ class Inbound:
             transfer = transfers.request_making_room(incoming, index, self._lane.publish())
             if transfer is not None:
                 return transfer
-            self._wait_for_room(incoming, index)
+            self._wait_for_room(incoming.parts[index].entry)
 
-    def _wait_for_room(self, incoming: Incoming, index: int) -> None:
+    def _wait_for_room(self, entry: int) -> None:
+        """Wait until something has been freed, or more memory is mapped; `entry` waits for that."""
         seen, patience = self._transfers.freed, Patience(self._connection, self._transfers)
         while self._transfers.freed == seen:
             if not patience.wait():
-                raise self._stalled(incoming, index)
+                raise self._stalled(entry)
 
     def _wait_for_part(self, incoming: Incoming, index: int) -> None:
         transfer = incoming.transfers[index]
@@ -211,17 +228,17 @@ class Inbound:
             patience = Patience(self._connection, self._transfers)
             while transfer.phase is Phase.REQUESTED:
                 if not patience.wait():
-                    raise self._stalled(incoming, index)
+                    raise self._stalled(incoming.parts[index].entry)
         if transfer.error is not None:
             raise transfer.error
 
-    def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
+    def _stalled(self, entry: int) -> ActivationLost:
         """Release waiting streams, and return the error for a thread whose wait timed out."""
         self._end_waits(self._transfers.handed_out.fail_all(_unanswered()))
         return ActivationLost(
-            f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
-            f"for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` "
-            "and its log"
+            f"the daemon did not restore entry {entry}, and answered nothing for "
+            f"{STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` and "
+            "its log"
         )
 
     # --- into memory of its own -------------------------------------------------------------
@@ -361,9 +378,24 @@ class Inbound:
         storages = [self._allocate(record.nbytes, is_demanded=is_demanded) for record in records]
         with self._connection.lock:
             placed, can_all = self._placed(records, storages)
+            while is_demanded and not can_all and self._await_mapping(records[0], storages[0]):
+                placed, can_all = self._placed(records, storages)
             if placed:
                 self._request_placed(placed, is_demanded=is_demanded)
         return can_all
+
+    def _await_mapping(self, record: StoredRange, storage: torch.UntypedStorage | None) -> bool:
+        """Wait for news about a record's memory; return False if the daemon has answered for it.
+
+        Raises:
+            ActivationLost: the daemon does not answer.
+        """
+        in_place = self._in_place
+        assert in_place is not None
+        if storage is None or not in_place.awaits_answer(storage.data_ptr(), record.nbytes):
+            return False
+        self._wait_for_room(record.parts[0].entry)
+        return True
 
     def _request_placed(self, placed: list[_Placed], *, is_demanded: bool) -> None:
         assert self._in_place is not None

@@ -412,6 +412,7 @@ class Session(Listener):
         if in_place is not None and isinstance(message, _ABOUT_SEGMENTS):
             segments = in_place.segments
             if segments.is_pending(request):
+                self.transfers.on_offers_answered()
                 segments.on_answer(request, getattr(message, "detail", None))
                 send_offers(self.connection, segments)
                 return
@@ -458,6 +459,7 @@ class Session(Listener):
             asked = self.transfers.resume()
         else:
             in_place.segments.resume(self._offered, mapped & self._offered)
+            self.transfers.on_offers_answered()
             send_offers(self.connection, in_place.segments)
             asked = self.transfers.resume(in_place.restore_status, in_place.last_number)
         self._forget_dead()

@@ -165,8 +165,8 @@ def _may_have_gpu() -> bool:
     return torch.version.cuda is not None and NVIDIA.exists()
 
 
-def lane_for(device: torch.device) -> Lane:
-    """Return a lane for tensors of `device`, not attached yet.
+def lane_for(device: torch.device, *, in_place: bool = True) -> Lane:
+    """Return a lane for tensors of `device`, not attached yet; without `in_place` it only copies.
 
     Raises:
         UsageError: the device type has no lane, or the device cannot be used here.
@@ -176,5 +176,5 @@ def lane_for(device: torch.device) -> Lane:
     if device.type == "cuda":
         from storm_client.lanes.cuda import CudaLane  # loads CUDA, which CPU runs never need
 
-        return CudaLane(device)
+        return CudaLane(device, in_place=in_place)
     raise UsageError(f"there is no lane for device {device}")

@@ -1,4 +1,4 @@
-"""Sends stored ranges to the daemon: by copies in the staging area, or in place.
+"""Sends stored ranges to the daemon: in place, or by copies in the staging area.
 
 A source is kept until the daemon has admitted every chunk of it, so only a fault can lose a tensor
 that left memory. `transfers` decides about the chunks. Here the lane copies, the connection sends,
@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from storm_client.errors import ActivationLost
+from storm_client.errors import ActivationLost, UsageError
 from storm_client.lanes import InPlace, Lane, Mapped, Slot, Staged
 from storm_client.lanes.segments import send_offers
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.connection import Connection
+from storm_client.transport.staging_area import open_staging
 from storm_client.transport.transfer import Outgoing
 from storm_client.transport.transfers import Transfers
 
@@ -87,14 +88,15 @@ class Outbound:
         """
         if self._in_place is not None:
             with self._connection.lock:
-                records = self._store_in_place(records)
+                records = self._store_mapped(records)
         for record in records:
             source = record.source
             if source is None:
                 continue
             with self._connection.lock:
                 out = self._transfers.stores.begin_store(record)
-            self.store_staged(out, source)
+            if self._transfers.has_staging or self._open_staging(out):
+                self.store_staged(out, source)
 
     def store_staged(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
         """Send the bytes of `source` from `begin` on through the staging area, or refuse `out`.
@@ -143,12 +145,25 @@ class Outbound:
             ):
                 pass
 
+    def _open_staging(self, out: Outgoing) -> bool:
+        """Open the staging area for a source that cannot be mapped, or refuse `out`."""
+        reason, detail = "daemon_slow", ""
+        try:
+            end = self._end_of_patience()
+            if open_staging(self._connection, self._lane, self._transfers, end):
+                return True
+        except UsageError as error:
+            reason, detail = "no_staging", str(error)
+        with self._connection.lock:
+            self._transfers.stores.refuse(out, reason, detail)
+        return False
+
     # --- for both routes, with the lock held ------------------------------------------------
 
     def _wait_for_slot(self, nbytes: int) -> Slot | None:
         """Return a slot as soon as the daemon frees one, None if that takes too long."""
         end = self._end_of_patience()
-        while self._wait_for_room(end):
+        while self._wait_for_room(end, self._transfers.freed):
             slot = self._transfers.reserve(nbytes)
             if slot is not None:
                 return slot
@@ -163,21 +178,50 @@ class Outbound:
 
     # --- in place, with the lock held -------------------------------------------------------
 
-    def _store_in_place(self, records: Sequence[StoredRange]) -> list[StoredRange]:
-        """Hold sources, and send those not needed soon; return the records that must be staged."""
+    def _store_mapped(self, records: Sequence[StoredRange]) -> list[StoredRange]:
+        """Store records in place, once the daemon has said whether it maps their memory.
+
+        Return the records that must be staged. If the daemon is slow, records are kept.
+        """
+        seen = self._transfers.freed
+        staged, waiting = self._store_in_place(records)
+        while waiting:
+            if not self._wait_for_room(self._end_of_patience(), seen):
+                for record in waiting:
+                    out = self._transfers.stores.begin_store(record)
+                    self._transfers.stores.refuse(out, "daemon_slow")
+                break
+            seen = self._transfers.freed
+            refused, waiting = self._store_in_place(waiting)
+            staged += refused
+        return staged
+
+    def _store_in_place(
+        self, records: Sequence[StoredRange]
+    ) -> tuple[list[StoredRange], list[StoredRange]]:
+        """Hold sources, and send those not needed soon.
+
+        Return the records that must be staged, and those for which the daemon has yet to say
+        whether it maps their memory.
+        """
         in_place = self._in_place
         assert in_place is not None
         sent: list[tuple[Outgoing, Mapped]] = []
         staged: list[StoredRange] = []
+        waiting: list[StoredRange] = []
+        is_any_held = False
         for record in records:
             assert record.source is not None
             if record.soon and sent:
                 self._send_mapped(sent)
                 sent = []
-            place = in_place.find(record.source.data_ptr(), record.nbytes)
+            address = record.source.data_ptr()
+            place = in_place.find(address, record.nbytes)
             if place is None:
-                staged.append(record)
+                awaits = in_place.awaits_answer(address, record.nbytes)
+                (waiting if awaits else staged).append(record)
                 continue
+            is_any_held = True
             out = self._transfers.stores.begin_store(record)
             self._transfers.held.hold(out)
             if not record.soon:
@@ -185,10 +229,10 @@ class Outbound:
         send_offers(self._connection, in_place.segments)
         if sent:
             self._send_mapped(sent)
-        if len(staged) < len(records):
+        if is_any_held:
             self._free_excess()
             self._flush_if_due()
-        return staged
+        return staged, waiting
 
     def _send_source(self, record: StoredRange, out: Outgoing) -> None:
         """Send a source that was not sent yet; if that is impossible the source is kept."""
@@ -289,9 +333,8 @@ class Outbound:
             patience = 0.0 if is_slow else PATIENCE_SECONDS
         return time.monotonic() + patience
 
-    def _wait_for_room(self, end: float) -> bool:
-        """Wait until something has been freed; return False if that takes until after `end`."""
-        seen = self._transfers.freed
+    def _wait_for_room(self, end: float, seen: int) -> bool:
+        """Wait until something is freed after `seen`, or more memory is mapped; False at `end`."""
         while self._transfers.freed == seen:
             if not self._connection.wait(end):
                 self._slow_since = seen

@@ -83,8 +83,9 @@ class Transfers:
     ) -> None:
         """Move chunks of at most `part_bytes`; number them by `numbers`; request in `outbox`.
 
-        With `keeps_stored`, stored chunks remain in the staging area while there is room. This is
-        for devices where a restore is much slower than a copy.
+        If `staging_bytes` is 0, there is no staging area until `open_staging`. With `keeps_stored`,
+        stored chunks remain in the staging area while there is room. This is for devices where a
+        restore is much slower than a copy.
         """
         self.window = window
         self.held = HeldSources(window)
@@ -96,8 +97,7 @@ class Transfers:
         self._numbers = numbers
         self._outbox = outbox
         self._keeps_stored = keeps_stored
-        self._space = StagingSpace(staging_bytes)
-        self._ahead_limit = int(staging_bytes * AHEAD_SHARE)
+        self.open_staging(staging_bytes)
         self._ahead_bytes = 0
         self._ahead_parts = 0
         self._pending: dict[int, Transfer] = {}
@@ -131,6 +131,18 @@ class Transfers:
         return sum([one.nbytes for one in into if not one.is_demanded])
 
     # --- the staging area -------------------------------------------------------------------
+
+    @property
+    def has_staging(self) -> bool:
+        """Whether there is a staging area."""
+        return self._space.capacity > 0
+
+    def open_staging(self, nbytes: int) -> None:
+        """Use a staging area of `nbytes` from now on; there was none before."""
+        space, limit = StagingSpace(nbytes), int(nbytes * AHEAD_SHARE)
+        # No call is between these statements: either both are done or none.
+        self._space = space
+        self._ahead_limit = limit
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot; if there is no room, give up chunks that are not needed yet.
@@ -247,7 +259,7 @@ class Transfers:
     def has_room_to_prefetch(self) -> bool:
         """Whether enough of the share for prefetched chunks is free to be worth a look ahead."""
         is_free = self._ahead_bytes <= self._ahead_limit * REFILL_SHARE
-        return is_free and self._ahead_parts <= AHEAD_PARTS // 2
+        return self.has_staging and is_free and self._ahead_parts <= AHEAD_PARTS // 2
 
     def finish_chunk(self, incoming: Incoming, index: int) -> None:
         """Note that a chunk's bytes have been used, or that nobody wants them."""
@@ -354,6 +366,10 @@ class Transfers:
         self._kept.clear()
 
     # --- answers ----------------------------------------------------------------------------
+
+    def on_offers_answered(self) -> None:
+        """Note that the daemon has said which memory it maps, for which a thread may wait."""
+        self.freed += 1
 
     def on_reply(self, request: int, message: Message) -> None:
         """Handle the daemon's answer about a transfer; ignore any other message."""

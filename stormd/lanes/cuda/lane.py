@@ -107,7 +107,7 @@ class CudaLane(Lane):
             device.limit.change(bytes_per_second)
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
-        """Make the timeline page; the client makes the staging area and maps it as segment 0."""
+        """Make the timeline page; the client makes a staging area and maps it as segment 0."""
         given, *others = descriptors or (-1,)
         close_all(others)
         device = self._devices.get(hello.device_uuid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import storm_kernels
 import torch
-from storm_client.errors import DaemonLost
+from storm_client.errors import DaemonLost, UsageError
 from storm_client.lanes import Mapped, Slot
+from storm_kernels.errors import CudaDriverError
 from support import fake_cuda
 from support.fake_torch_cuda import FakeTorch, fake_torch
 from support.waiting import wait_until
@@ -47,13 +49,12 @@ class Bench:
         self.offers: list[Message] = []
         welcome = SimpleNamespace(staging_bytes=STAGING, part_bytes=PART)
         descriptor = page.take_descriptor()
-        lane.attach(welcome, [descriptor], self._map)
+        lane.attach(welcome, [descriptor], self._offered)
         os.close(descriptor)
         self.counters = Timelines(page.address)
         self._page = page
 
-    def _map(self, message: Message) -> Message:
-        assert isinstance(message, MapSegment)
+    def _offered(self, message: Message) -> Message:
         self.offers.append(message)
         return message
 
@@ -93,10 +94,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
 def bench(fake: FakeTorch) -> Iterator[Callable[..., Bench]]:
     lanes, pages = [], []
 
-    def made(ordinal: int = 0) -> Bench:
+    def made(ordinal: int = 0, **options: bool) -> Bench:
         from storm_client.lanes.cuda import CudaLane
 
-        lanes.append(CudaLane(torch.device("cuda", ordinal)))
+        lanes.append(CudaLane(torch.device("cuda", ordinal), **options))
         pages.append(SharedMemory("test-timeline", PAGE_BYTES))
         return Bench(lanes[-1], pages[-1])
 
@@ -129,6 +130,7 @@ def ends_with(thread: threading.Thread, busy: threading.Event, complaint: str) -
 def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) -> None:
     """PyTorch's current device is that of the context that a thread has entered last."""
     lane = bench(1).lane
+    area = lane.in_place.make_staging()
     tensor = fake.tensor(PART, device=1)
     seen: list[int] = []
 
@@ -137,6 +139,9 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lane.in_place.sweep,
             lambda: lane.in_place.find(tensor.data_ptr(), PART),
             lane.in_place.barrier,
+            lane.in_place.make_staging,
+            lambda: lane.in_place.offer_staging(area.address),
+            lambda: lane.in_place.awaits_answer(area.address, PART),
             lambda: lane.in_place.publish_numbers(1),
             lambda: lane.in_place.wait_before_reuse(0, tensor),
             lambda: lane.in_place.await_restored([0]),
@@ -155,7 +160,7 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
     thread = threading.Thread(target=use)  # in which no context has been entered
     thread.start()
     thread.join()
-    assert seen == [0] * 25
+    assert seen == [0] * 31
 
 
 def test_expandable_segments_are_used_in_place(
@@ -175,7 +180,7 @@ def test_expandable_segments_are_used_in_place(
     def offer() -> None:
         for request in (1, 2):
             offers.append(segments.next_offer(send_descriptor))
-            segments.on_sent(request, offers[-1])
+            segments.post(request, offers[-1], [])
             assert segments.next_offer(send_descriptor) is None  # before it is answered
             segments.on_answer(request, None)
 
@@ -185,7 +190,7 @@ def test_expandable_segments_are_used_in_place(
     thread.join()
     assert [type(one) for one in offers] == [ReserveRange, MapPiece]
     assert handed == [PART]
-    assert lane.in_place.find(tensor.data_ptr(), PART) == Mapped(1, 0)
+    assert lane.in_place.find(tensor.data_ptr(), PART) == Mapped(2, 0)
     segments.close()
 
 
@@ -195,6 +200,7 @@ def test_a_stream_of_another_device_is_none_of_the_lanes(
     """It is current in the thread, and not there."""
     client = bench(1)
     lane, tensor, busy = client.lane, fake.tensor(PART, device=1), threading.Event()
+    lane.in_place.make_staging()
     with fake.in_stream(side):
         side.put(busy.wait)
         assert lane.current_stream() is None
@@ -317,6 +323,7 @@ def test_a_copy_that_comes_while_the_lane_is_closed_is_not_begun(
 ) -> None:
     """Another thread may close it between the look at what is open and the copy."""
     client, tensor = bench(), fake.tensor(PART)
+    client.lane.in_place.make_staging()
     tensor.fill(5)
     slot = Slot(0, PART)
     client.lane._publisher.end()
@@ -327,3 +334,134 @@ def test_a_copy_that_comes_while_the_lane_is_closed_is_not_begun(
     with fake_cuda.entered(0):
         fake.stream_of(0).synchronize()
     assert client.area(slot) == bytes(PART)
+
+
+def areas() -> list[fake_cuda.DeviceBuffer]:
+    """Return the staging areas that there are."""
+    buffers = [one for one in fake_cuda.live if isinstance(one, fake_cuda.DeviceBuffer)]
+    return [one for one in buffers if one.nbytes == STAGING]
+
+
+def test_there_is_no_staging_area_until_it_is_made(bench: Callable[..., Bench]) -> None:
+    client = bench()
+    assert [type(one) for one in client.offers] == [ReserveRange]
+    assert (client.lane.staging_bytes, client.lane.offers(), areas()) == (0, [], [])
+    made = [client.lane.in_place.make_staging() for _ in range(2)]
+    (area,) = areas()
+    assert made == [(area.address, STAGING)] * 2
+
+
+def test_a_lane_that_only_copies_has_it_from_the_first(bench: Callable[..., Bench]) -> None:
+    client = bench(in_place=False)
+    (area,) = areas()
+    offer = MapSegment(segment=0, handle=area.ipc_handle(), nbytes=STAGING)
+    assert (client.offers, client.lane.offers()) == ([offer], [offer])
+    assert client.lane.staging_bytes == STAGING
+    assert client.lane.in_place is None
+    assert client.lane.hello.staging_bytes == (1 << 30) // 32
+
+
+class FullDevice:
+    """Has no memory for a staging area until PyTorch gives enough back, if ever."""
+
+    def __init__(self, fake: FakeTorch, unused: int, *, is_enough: bool = True) -> None:
+        fake.memory[0] = {"free": 0, "reserved": PART + unused, "allocated": PART, "most": 0}
+        self._fake, self._is_enough = fake, is_enough
+
+    def __call__(self, nbytes: int) -> fake_cuda.DeviceBuffer:
+        if self._is_enough and self._fake.given_back:
+            return fake_cuda.DeviceBuffer(nbytes)
+        raise CudaDriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", f"{nbytes} bytes")
+
+
+@pytest.mark.parametrize(
+    ("unused", "is_enough", "given_back"), [(STAGING - 1, True, 0), (STAGING, False, 1)]
+)
+def test_without_memory_there_is_none_and_the_next_attempt_may_succeed(
+    unused: int,
+    is_enough: bool,
+    given_back: int,
+    fake: FakeTorch,
+    bench: Callable[..., Bench],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What PyTorch has cached is given back only if that may help."""
+    client = bench()
+    full = FullDevice(fake, unused, is_enough=is_enough)
+    with monkeypatch.context() as patch:
+        patch.setattr("storm_client.lanes.publishing.DeviceBuffer", full)
+        with pytest.raises(UsageError, match=f"no staging area of {STAGING} bytes on cuda:0"):
+            client.lane.in_place.make_staging()
+    assert (fake.given_back, areas()) == (given_back, [])
+    assert client.lane.in_place.make_staging().nbytes == STAGING
+
+
+def test_memory_that_pytorch_does_not_use_is_given_back_for_it(
+    fake: FakeTorch, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = bench()
+    full = FullDevice(fake, STAGING)
+    monkeypatch.setattr("storm_client.lanes.publishing.DeviceBuffer", full)
+    assert client.lane.in_place.make_staging().nbytes == STAGING
+    assert fake.given_back == 1
+
+
+class Pause:
+    """Makes a staging area, and goes on only when it may."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, nbytes: int) -> fake_cuda.DeviceBuffer:
+        made = fake_cuda.DeviceBuffer(nbytes)
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return made
+
+
+def test_an_interrupt_while_it_is_made_loses_no_memory(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, pause = bench(), Pause()
+    monkeypatch.setattr("storm_client.lanes.publishing.DeviceBuffer", pause)
+
+    def interrupt() -> None:
+        pause.reached.wait(60)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    def raises(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        client.lane.in_place.make_staging()
+    thread.join()
+    signal.signal(signal.SIGUSR1, before)
+    pause.go_on.set()
+    assert client.lane.in_place.make_staging().nbytes == STAGING
+    assert len(areas()) == 1
+
+
+def test_a_lane_that_is_closed_while_it_is_made_has_it_freed(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, pause, errors = bench(), Pause(), []
+    monkeypatch.setattr("storm_client.lanes.publishing.DeviceBuffer", pause)
+    in_place = client.lane.in_place
+
+    def make() -> None:
+        try:
+            in_place.make_staging()
+        except DaemonLost as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    assert pause.reached.wait(60)
+    client.lane.close()
+    pause.go_on.set()
+    thread.join()
+    assert len(errors) == 1
+    assert areas() == []

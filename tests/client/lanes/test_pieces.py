@@ -16,7 +16,7 @@ from storm_client.lanes.segments import Segments, send_offers
 from support import fake_cuda
 from support.fake_virtual_memory import AddressRange, ExpandableSegment
 
-from stormd.protocol import MapPiece, Message, ReserveRange, UnmapSegment
+from stormd.protocol import Envelope, MapPiece, Message, ReserveRange, UnmapSegment
 
 PIECE = 16 << 10
 
@@ -27,12 +27,17 @@ class Daemon:
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
         self.numbers = count(1)
+        self.outbox: list[Envelope] = []
         self.posted: list[Message] = []
         self.reads = True
         self._ranges: dict[int, AddressRange] = {}
         self._pieces: dict[int, tuple[AddressRange, int]] = {}
         self._descriptors: dict[int, int] = {}
         self._answers: deque[int] = deque()
+
+    def flush_soon(self) -> None:
+        while self.outbox:
+            self.defer(*self.outbox.pop(0))
 
     def send_descriptor(self, number: int, descriptor: int) -> bool:
         if self.reads:

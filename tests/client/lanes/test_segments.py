@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from storm_client.lanes import Mapped
+from storm_client.lanes import STAGING, Mapped
 from storm_client.lanes.segments import Segments, send_offers
 from storm_kernels.errors import CudaDriverError
 
-from stormd.protocol import MapSegment, Message, UnmapSegment
+from stormd.protocol import Envelope, MapSegment, Message, UnmapSegment
 
 MIB = 1 << 20
 
@@ -57,11 +57,16 @@ class Daemon:
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
         self.numbers = count(1)
+        self.outbox: list[Envelope] = []
         self._posted: list[Message] = []
 
     def defer(self, request: int, message: Message) -> None:
         self._posted.append(message)
         assert len(self._posted) == request
+
+    def flush_soon(self) -> None:
+        while self.outbox:
+            self.defer(*self.outbox.pop(0))
 
     def send_descriptor(self, number: int, descriptor: int) -> bool:
         raise AssertionError("there are no pieces")
@@ -165,3 +170,64 @@ def test_another_daemon_is_offered_what_was_mapped_or_on_offer() -> None:
     assert [type(one) for one in segments.outbox] == [MapSegment]
     daemon.answer()
     assert segments.find(40 * MIB, 64) == Mapped(4, 0)
+
+
+def test_an_answer_is_awaited_from_the_offer_on(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    assert not segments.awaits_answer(MIB, 64)
+    segments.find(MIB, 64)
+    assert segments.awaits_answer(MIB + 64, 64)
+    assert daemon.posted
+    assert segments.awaits_answer(MIB, 64)
+    daemon.answer(mapped=False)
+    assert not segments.awaits_answer(MIB, 64)
+    assert not segments.awaits_answer(5 * MIB, 64)  # where there is no memory
+
+
+def test_an_offer_that_an_interrupt_stops_is_sent_once(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    """The interrupt comes when the offer has been returned, or when it has been posted."""
+    segments.find(MIB, 64)
+    assert segments.next_offer(daemon.send_descriptor) is not None
+    assert segments.awaits_answer(MIB, 64)
+    segments.post(next(daemon.numbers), segments.outbox[0], daemon.outbox)
+    assert segments.awaits_answer(MIB, 64)
+    daemon.flush_soon()
+    daemon.answer()
+    assert segments.find(MIB, 64) == Mapped(1, 0)
+    assert len(daemon.posted) == 1
+
+
+def test_the_staging_area_is_offered_once_and_stays(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    for _ in range(2):
+        segments.offer_staging(MIB)
+    assert [one.segment for one in daemon.posted] == [STAGING]
+    assert segments.awaits_answer(MIB, MIB)
+    daemon.answer()
+    assert segments.find(MIB, MIB) == Mapped(STAGING, 0)
+    for number in range(2, 6):
+        device.allocate(number * MIB)
+        segments.find(number * MIB, 64)
+        daemon.answer()
+    assert segments.find(MIB, MIB) == Mapped(STAGING, 0)
+    assert not segments.sweep()
+    assert UnmapSegment(STAGING) not in daemon.posted
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_another_daemon_is_offered_the_staging_area(
+    is_answered: bool, device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    assert segments.offers() == []
+    segments.offer_staging(MIB)
+    assert daemon.posted
+    if is_answered:
+        daemon.answer()
+    assert [one.segment for one in segments.offers()] == [STAGING]
+    segments.resume({STAGING}, {STAGING})
+    assert segments.find(MIB, MIB) == Mapped(STAGING, 0)
+    assert not segments.outbox

@@ -61,7 +61,11 @@ def test_a_full_pool() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "words"),
-    [("quota", "session_quota_bytes"), ("daemon_slow", "did not take it in time.*encode_threads")],
+    [
+        ("quota", "session_quota_bytes"),
+        ("daemon_slow", "did not take it in time.*encode_threads"),
+        ("no_staging", "cannot map its memory, and no staging area could be made"),
+    ],
 )
 def test_what_the_daemon_did_not_take(reason: str, words: str) -> None:
     with pytest.raises(RuntimeWarning, match=words):

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from storm_client.errors import ActivationLost, CorruptBlob, StormError
 from storm_client.lanes import Mapped, Route, Slot, Staged
 from storm_client.planner import DeviceWindow
-from storm_client.saved.ranges import RangePhase, StoredRange
+from storm_client.saved.ranges import Part, RangePhase, StoredRange
 from storm_client.transport.transfer import Incoming, Outgoing, Phase, Transfer
 from storm_client.transport.transfers import Transfers
 from support.records import record_of
@@ -42,11 +42,13 @@ STAGING = 1024
 PART = 256
 
 
-def transfers_of(*, keeps_stored: bool = False, window: int = 1 << 30) -> Transfers:
+def transfers_of(
+    *, keeps_stored: bool = False, window: int = 1 << 30, staging_bytes: int = STAGING
+) -> Transfers:
     return Transfers(
         count(1),
         [],
-        staging_bytes=STAGING,
+        staging_bytes=staging_bytes,
         part_bytes=PART,
         window=DeviceWindow(window),
         keeps_stored=keeps_stored,
@@ -111,6 +113,19 @@ def away(transfers: Transfers, nbytes: int = 2 * PART) -> StoredRange:
         transfers.on_reply(0, Admitted(transfer.number))
         transfers.on_reply(0, stored(transfer))
     return one
+
+
+def test_without_a_staging_area_nothing_is_prefetched_into_it() -> None:
+    transfers, wanted = transfers_of(staging_bytes=0), record()
+    parts = [Part(number, begin, PART) for number, begin in ((101, 0), (102, PART))]
+    assert not transfers.has_staging
+    assert not transfers.has_room_to_prefetch
+    assert transfers.reserve(PART) is None
+    transfers.open_staging(STAGING)
+    assert transfers.has_staging
+    assert transfers.has_room_to_prefetch
+    assert transfers.request_ahead(transfers.begin_staged(wanted.key, parts), 0, 1)
+    transfers.assert_invariants()
 
 
 def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,14 +53,23 @@ def reserve(bench: Bench) -> None:
     bench.expect(SegmentMapped, 2)
 
 
+def reserve_alone(bench: Bench) -> None:
+    """Reserve a range in a session that has no staging area: its first offer was a barrier."""
+    bench.lane.map_segment(SESSION, ReserveRange(segment=RANGE - 1, nbytes=PIECE))
+    bench.lane.unmap_segment(SESSION, RANGE - 1)
+    bench.lane.map_segment(SESSION, ReserveRange(segment=RANGE, nbytes=8 * PIECE))
+    bench.expect(SegmentMapped, 2)
+
+
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.parametrize("begin", [reserve, reserve_alone])
 def test_a_part_that_lies_in_two_pieces_goes_and_comes_back(
-    bench: Bench, segment: ExpandableSegment
+    begin: Callable[[Bench], None], bench: Bench, segment: ExpandableSegment
 ) -> None:
-    reserve(bench)
+    begin(bench)
     before = open_files()
     map_pieces(bench, segment, 0, 1, 2)
     assert open_files() == before
