@@ -38,7 +38,7 @@ class PastPlan:
     """What to train, and the GPU memory that it may take.
 
     The defaults have ~9 GiB of activations per step, beside 0.8 GiB of weights and as much of
-    gradients. The client takes `staging_bytes` of the limit, which PyTorch does not count.
+    gradients. The client may take `staging_bytes` of the limit, which PyTorch does not count.
     """
 
     steps: int = 5
@@ -106,7 +106,7 @@ class PastReport:
 
     @property
     def peak_bytes(self) -> int:
-        """The most GPU memory of the offloading trainer: PyTorch's, and the client's own."""
+        """The most GPU memory of the offloading trainer: PyTorch's, and the client's, if any."""
         return self.offload.peak_bytes + self.plan.staging_bytes
 
     @property
@@ -202,7 +202,7 @@ def _plan(args: argparse.Namespace) -> PastPlan:
     if plan.limit_bytes <= plan.staging_bytes:
         raise ConfigError(
             f"--limit {format_size(plan.limit_bytes)} is no more than the "
-            f"{format_size(plan.staging_bytes)} that the client takes itself: give it more"
+            f"{format_size(plan.staging_bytes)} that the client may take itself: give it more"
         )
     return plan
 
@@ -225,8 +225,9 @@ def _print(report: PastReport) -> None:
     elif offload.losses:
         away = format_size(offload.offloaded_bytes // len(offload.losses))
         write_line(
-            f"  peak {format_size(report.peak_bytes)}, {format_size(plan.staging_bytes)} of it the "
-            f"client's own; {away} offloaded a step, ratio {offload.ratio:.2f}"
+            f"  peak at most {format_size(report.peak_bytes)}, with "
+            f"{format_size(plan.staging_bytes)} that the client itself may take; {away} offloaded "
+            f"a step, ratio {offload.ratio:.2f}"
         )
     write_line()
     write_line("trained past the limit" if report.passed else "NOT shown")

@@ -94,7 +94,7 @@ class Report:
 def compare(plain: Trained, offload: Trained, *, device: str, staging_bytes: int = 0) -> Comparison:
     """Return the comparison of two runs; on cuda, peak memory is the device's.
 
-    The client takes `staging_bytes` on the device, which torch's own count does not include.
+    The client takes at most `staging_bytes` on the device, which torch does not count.
     """
     stats = offload.stats or {}
     pairs = list(zip(plain.steps, offload.steps, strict=False))

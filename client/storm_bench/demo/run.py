@@ -28,7 +28,7 @@ class Plan:
 
     The defaults have ~630 MiB of activations per step and trainer, beside 25 MiB of weights. `rows`
     times `length` are the tokens of a step. `timeout` is the most seconds of one phase.
-    `staging_bytes_cuda` is the device memory that a trainer's client takes for itself on cuda.
+    `staging_bytes_cuda` is the most device memory that a trainer's client may take on cuda.
     """
 
     device: str

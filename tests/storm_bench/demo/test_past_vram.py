@@ -57,7 +57,7 @@ def test_the_exit_status_is_the_verdict(
     printed = capsys.readouterr().out
     assert ("OutOfMemoryError in step 1: " + MESSAGE in printed) is bool(error)
     assert "step 1: loss 5.0000, 0.50 s" in printed
-    assert "peak 1.5 GiB, 512.0 MiB of it the client's own" in printed
+    assert "peak at most 1.5 GiB, with 512.0 MiB that the client itself may take" in printed
     assert printed.splitlines()[-1] == ("NOT shown" if status else "trained past the limit")
 
 
