@@ -6,6 +6,7 @@ daemon shares. The page exists until no stream waits for a counter or has still 
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ import torch
 from storm_kernels.errors import KernelsError
 
 from storm_client.devices import is_capturing, with_number
-from storm_client.errors import DaemonUnavailable, StormError, UsageError
+from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import (
     NOTHING,
     STAGING,
@@ -270,13 +271,13 @@ class CudaLane(Lane):
 
     def make_staging(self) -> StagingArea:
         """Return the staging area; make it unless it is there: see lanes.InPlace."""
-        failed: list[KernelsError | StormError] = []
-        # Interrupts strike the main thread alone, so another one loses no memory.
-        thread = threading.Thread(
-            target=self._make_staging, args=(failed,), name="storm-staging", daemon=True
-        )
-        thread.start()
-        thread.join()
+        failed: list[Exception] = []
+        running = threading.Lock()
+        running.acquire()
+        # Interrupts strike the main thread alone, so another one loses no memory. It is started and
+        # awaited by one call each: the waits of threading.Thread are no place for an interrupt.
+        _thread.start_new_thread(self._make_staging, (failed, running))
+        running.acquire()
         if failed:
             raise failed[0]
         area = self._area()
@@ -292,15 +293,17 @@ class CudaLane(Lane):
         in_place.segments.to_unmap.append(UnmapSegment(first.segment))
         return in_place
 
-    def _make_staging(self, failed: list[KernelsError | StormError]) -> None:
+    def _make_staging(self, failed: list[Exception], running: threading.Lock) -> None:
         """Make the staging area unless it is there; an error goes to `failed`."""
         try:
             with self._making_staging, self.driver_context():
                 shared = self._open()
                 if shared.area is None:
                     self._use_if_open(shared, self._new_area())
-        except (KernelsError, StormError) as error:
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             failed.append(error)
+        finally:
+            running.release()
 
     def _new_area(self) -> DeviceBuffer:
         try:

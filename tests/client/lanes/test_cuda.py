@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import storm_client as storm
 import torch
-from storm_client.lanes import Mapped
+from storm_client.lanes import Lane, Mapped
+from storm_client.lanes.segments import Segments
 from storm_client.planner import DeviceWindow
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
@@ -217,6 +218,41 @@ def until(read: list[int], step: Callable[[], None]) -> None:
     while not read:
         assert time.monotonic() < deadline, "nothing was read where it lies"
         step()
+
+
+def lane_of(client: storm.Client) -> Lane:
+    session = client._supply.sessions.of(torch.device("cuda", 0))
+    assert session is not None
+    return session.lane
+
+
+def test_what_can_be_mapped_needs_no_staging_area(client: storm.Client, read: list[int]) -> None:
+    model, x = network(), batch()
+    expected = plain(model, x)
+    offload = client.offload(model, min_bytes=1)
+    for _ in range(5):
+        forward(model, x, offload).backward()
+        assert_same(gradients(model), expected)
+    assert_offloaded(offload)
+    assert read
+    assert lane_of(client)._shared.area is None
+
+
+def test_what_cannot_be_mapped_passes_through_a_staging_area(
+    client: storm.Client, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, offer = lane_of(client), Segments._offer
+    monkeypatch.setattr(
+        Segments, "_offer", lambda self, one: None if one.number else offer(self, one)
+    )
+    model, x = network(), batch()
+    expected = plain(model, x)
+    offload = client.offload(model, min_bytes=1)
+    for _ in range(5):
+        forward(model, x, offload).backward()
+        assert_same(gradients(model), expected)
+    assert_offloaded(offload)
+    assert lane._shared.area is not None
 
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
