@@ -270,16 +270,19 @@ class CudaLane(Lane):
             return function(*arguments)
 
     def make_staging(self) -> StagingArea:
-        """Return the staging area; make it unless it is there: see lanes.InPlace."""
-        failed: list[Exception] = []
-        running = threading.Lock()
-        running.acquire()
-        # Interrupts strike the main thread alone, so another one loses no memory. It is started and
-        # awaited by one call each: the waits of threading.Thread are no place for an interrupt.
-        _thread.start_new_thread(self._make_staging, (failed, running))
-        running.acquire()
-        if failed:
-            raise failed[0]
+        """Return the staging area; make it unless it is there: see lanes.InPlace.
+
+        Interrupts strike the main thread alone, so another one loses no memory. It is started and
+        awaited by one call each: the waits of threading.Thread are no place for an interrupt.
+        """
+        if self._open().area is None:
+            failed: list[Exception] = []
+            running = threading.Lock()
+            running.acquire()
+            _thread.start_new_thread(self._make_staging, (failed, running))
+            running.acquire()
+            if failed:
+                raise failed[0]
         area = self._area()
         return StagingArea(area.address, area.nbytes)
 
