@@ -51,7 +51,7 @@ class Speeds(NamedTuple):
     """Of the device's link over the latest copies, in the slower direction."""
     limit: int = 0
     """Of the link each way by the settings; 0 without a limit."""
-    codec: int = 0
+    coding: int = 0
     """Of encoding and decoding on the device, one after the other."""
 
 

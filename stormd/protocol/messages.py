@@ -461,14 +461,14 @@ class Pong(Message):
     """Answers Ping with the speed of the session's transfers, in bytes per second; 0 if unknown.
 
     `link` is the bandwidth that recent copies had on the device's link, `limit` the bandwidth that
-    the settings allow. `codec` is the rate at which the device encodes and then decodes bytes of
+    the settings allow. `coding` is the rate at which the device encodes and then decodes bytes of
     tensors. `disk` is the rate at which bytes enter or leave the pool while the tier on disk is
     always busy, the lower of both.
     """
 
     link: Id = 0
     limit: Id = 0
-    codec: Id = 0
+    coding: Id = 0
     disk: Id = 0
 
 

@@ -40,7 +40,7 @@ def test_a_random_program_of_which_nothing_stays(
     seed: int, is_staged: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_staged:
-        monkeypatch.setattr(Outbound, "_store_in_place", lambda outbound, records: records)
+        monkeypatch.setattr(Outbound, "_store_in_place", lambda outbound, records: (records, []))
     offload = client.offload(min_bytes=1)
     expected = run(seed, "cuda", nullcontext)
     for _ in range(2):

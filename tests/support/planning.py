@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from storm_client.eager import plan_maker
-from storm_client.planner.machine import CPU, Machine
+from storm_client.planner.machine import CPU, Machine, TransferFigures
 from storm_client.planner.problem import Value
 from storm_client.planner.search import PREDICTED, PlanResult, PlanSearch
+from storm_client.transport.daemon_loss import Supply
 
 __all__ = [
     "FREE_REPLAYS",
@@ -50,6 +51,8 @@ class Took:
 def replay_all(monkeypatch: pytest.MonkeyPatch, machine: Machine = FREE_REPLAYS) -> None:
     """Have every plan that is made from now on recompute all that it can, or by a machine."""
     monkeypatch.setattr(plan_maker, "machine_of", lambda _: machine)
+    for name in ("figures", "latest_figures"):
+        monkeypatch.setattr(Supply, name, lambda *_: TransferFigures())
     mind_the_device_alone(monkeypatch)
 
 

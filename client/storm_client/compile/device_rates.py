@@ -18,7 +18,6 @@ from typing import Final
 
 import torch
 from storm_kernels.errors import KernelsError
-from torch.utils._python_dispatch import _disable_current_modes
 
 from storm_client.devices import is_capturing
 from storm_client.planner.machine import DeviceRates
@@ -67,7 +66,6 @@ def _measured(device: torch.device) -> DeviceRates | None:
         from storm_kernels.cuda_driver import DeviceBuffer
 
         with (
-            _disable_current_modes(),
             torch.no_grad(),
             torch.autocast("cuda", enabled=False),
             torch.cuda.device(device),

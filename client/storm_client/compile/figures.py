@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from storm_client.compile.device_rates import rates_of
 from storm_client.errors import StormError
@@ -46,11 +47,12 @@ def measured(machine: Machine, device: torch.device, supply: Callable[[], Supply
 
 
 def _measured_here(machine: Machine, device: torch.device, supply: Callable[[], Supply]) -> Machine:
-    with suppress(StormError):
-        sessions = supply()
-        sessions.current().of(device)
-        machine = machine.with_transfers(sessions.figures(device))
-    rates = rates_of(device)
+    with _disable_current_modes():  # PyTorch is compiling: tensors made here would be fake
+        with suppress(StormError):
+            sessions = supply()
+            sessions.current().of(device)
+            machine = machine.with_transfers(sessions.figures(device))
+        rates = rates_of(device)
     return machine if rates is None else machine.with_rates(rates)
 
 

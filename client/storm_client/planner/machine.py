@@ -87,11 +87,13 @@ class Machine:
 
     def with_transfers(self, figures: TransferFigures) -> Machine:
         """Return the figures with what the daemon measured of link and codec, or limits."""
-        known = {name for name in ("link", "codec") if getattr(figures, name)}
-        codec = figures.codec or self.codec
-        return replace(
-            self, link=self.link_by(figures), codec=codec, measured=self.measured | known
-        )
+        machine = replace(self, link=self.link_by(figures))
+        if figures.link:
+            machine = replace(machine, measured=machine.measured | {"link"})
+        if figures.coding:
+            names = machine.measured | {"codec"}
+            machine = replace(machine, codec=figures.coding, measured=names)
+        return machine
 
     def with_rates(self, rates: DeviceRates) -> Machine:
         """Return the figures with the device's measured rates.
@@ -122,7 +124,7 @@ class TransferFigures(NamedTuple):
     copied."""
     limit: float = 0.0
     """Least time that the daemon's settings allow."""
-    codec: float = 0.0
+    coding: float = 0.0
     """Time of the device for encoding and decoding, if no other kernels delay it."""
     disk: float = 0.0
     """Busy time of the daemon's disk tier for each byte that enters or leaves the pool. The disk

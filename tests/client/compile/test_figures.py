@@ -46,13 +46,26 @@ def test_without_a_daemon_a_graph_is_planned_by_the_defaults() -> None:
     assert figures.measured(CPU, HERE, no_daemon) == CPU
 
 
+def test_tensors_made_while_figures_are_asked_for_are_real() -> None:
+    """PyTorch compiles with fake tensors; a session on a GPU is opened by means of real ones."""
+    made: list[int] = []
+
+    def supply() -> Supply:
+        made.append(torch.empty(1).data_ptr())
+        return no_daemon()
+
+    with FakeTensorMode():
+        figures.measured(CPU, HERE, supply)
+    assert all(made)
+
+
 def test_what_is_measured_replaces_defaults_and_is_named() -> None:
     rates = DeviceRates(half_flops=1e14, single_flops=2e13, bandwidth=CUDA.bandwidth / 10)
     found = CUDA.with_rates(rates)
     assert (found.half_flops, found.single_flops, found.bandwidth) == rates
     assert found.codec == pytest.approx(10 * CUDA.codec), "it moves memory"
     assert found.measured == {"device"}
-    slow = CUDA.with_transfers(TransferFigures(link=1e-9, limit=2e-9, codec=3e-11))
+    slow = CUDA.with_transfers(TransferFigures(link=1e-9, limit=2e-9, coding=3e-11))
     assert slow.measured == {"link", "codec"}
     assert slow.link == 2e-9
     assert slow.longest_beside == pytest.approx(CUDA.longest_beside * 2e-9 / CUDA.link)
@@ -103,7 +116,7 @@ def test_a_gpus_rates_are_its_own_and_leave_nothing_behind(
     torch.mm(square, square)  # PyTorch keeps memory for its products
     before = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
     state = torch.cuda.get_rng_state(device)
-    with FakeTensorMode(), torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
         rates = rates_of(device)
     assert (torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)) == before
     assert torch.equal(torch.cuda.get_rng_state(device), state)
