@@ -203,7 +203,7 @@ def measure(case: Case, daemon: ChildDaemon, device: torch.device) -> dict[str, 
     """Return the figures of one case."""
     torch.manual_seed(0)
     x = torch.randn(case.nbytes // 2, dtype=torch.bfloat16, device=device).requires_grad_()
-    window.START_BYTES = case.held
+    window.MIN_BYTES = case.held
     with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(
             None, min_bytes=64 << 10, codec=case.codec, budget=BUDGET, replay=False

@@ -28,7 +28,7 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     from storm_client.lanes.cuda import CudaLane
 
     monkeypatch.setattr(CudaLane, "keeps_stored", False)
-    monkeypatch.setattr(window, "START_BYTES", 0)
+    monkeypatch.setattr(window, "MIN_BYTES", 0)
     monkeypatch.setattr(DeviceWindow, "record_store", lambda window, nbytes: None)
     monkeypatch.setattr(StepPlan, "needed_at_once", lambda plan, nbytes: False)
 

@@ -21,8 +21,9 @@ __all__ = [
 FIT_SHARE = 0.9
 """Share of a device's free memory that kept values may use; the rest allows for variation."""
 
-START_BYTES = 5 << 28
-"""Initial limit of held sources: what a PCIe 5 link moves in the time of a long kernel."""
+MOST_BYTES = 5 << 28
+"""The most that the limit of held sources is by a share: what a PCIe 5 link moves in the time of a
+long kernel."""
 
 HELD_SHARE = 1 / 8
 """Share of the bytes that the largest of the latest forward passes stored. If little is offloaded,
@@ -55,7 +56,8 @@ TURN_BYTES = 1 << 28
 for the link before it returns the loss, and the device waits for the thread."""
 
 MIN_BYTES = 1 << 26
-"""Even with little memory, some tensors must be in flight to keep the link busy."""
+"""Even with little memory, some tensors must be in flight to keep the link busy. It is the limit
+until a forward pass has shown how much it stores: a model may not fit with more."""
 
 
 class DeviceWindow:
@@ -70,9 +72,9 @@ class DeviceWindow:
     def __init__(self, ceiling: int) -> None:
         """Never allow more than `ceiling` bytes."""
         self._ceiling = ceiling
-        self.limit = min(START_BYTES, self._ceiling)
+        self.limit = min(MIN_BYTES, self._ceiling)
         """Bytes of sources that may be held after they were stored."""
-        self.unread = self.limit
+        self.unread = min(MOST_BYTES, self._ceiling)
         """Bytes of sources that may be released before they were read."""
         self.limit_at_forward_end: int | None = None
         """Bytes of sources that may be held when a forward pass ends; None for the full limit."""
@@ -137,7 +139,7 @@ class DeviceWindow:
 def _share_of(share: float, stored: int, largest: int) -> int:
     """Return a share of the bytes that a forward pass stores, within limits."""
     few = max(largest, min(LARGEST * largest, int(LARGE_SHARE * stored)))
-    return max(min(START_BYTES, max(MIN_BYTES, int(share * stored))), few)
+    return max(min(MOST_BYTES, max(MIN_BYTES, int(share * stored))), few)
 
 
 def in_flight_bytes(sizes: Sequence[int]) -> int:

@@ -73,7 +73,7 @@ def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
     monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())  # so that all may
     monkeypatch.setattr(early_reads, "LARGE_BYTES", 0)
-    monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
+    monkeypatch.setattr(window, "MIN_BYTES", 0)  # so that all leaves
     monkeypatch.setattr(DeviceWindow, "record_store", lambda _window, _nbytes: None)
     monkeypatch.setattr(
         Stores,

@@ -8,6 +8,9 @@ from storm_client import devices
 from storm_client.planner import in_flight as window
 from storm_client.planner.in_flight import (
     FIT_SHARE,
+    LARGEST,
+    MIN_BYTES,
+    DeviceWindow,
     free_bytes,
     give_back_unused,
 )
@@ -36,3 +39,14 @@ def test_nothing_is_given_back_while_a_device_captures(fake: FakeTorch) -> None:
     assert not fake.given_back
     give_back_unused([FIRST])
     assert fake.given_back == 1
+
+
+def test_the_first_forward_pass_holds_little_whatever_it_stores() -> None:
+    """Else a model that fits only with offload would not get through its first step."""
+    window = DeviceWindow(1 << 40)
+    assert window.may_hold() == MIN_BYTES
+    for nbytes in (1 << 20, 1 << 25, 1 << 27) * 100:
+        window.record_store(nbytes)
+    assert window.may_hold() == LARGEST << 27
+    window.on_backward_begin()
+    assert window.may_hold() > LARGEST << 27, "there is time to hold more while more is stored"

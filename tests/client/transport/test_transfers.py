@@ -131,7 +131,7 @@ def test_without_a_staging_area_nothing_is_prefetched_into_it() -> None:
 def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
     transfers = transfers_of()
     one, other = away(transfers), away(transfers)
-    limit = transfers.window.limit
+    limit = transfers.window.limit = 1 << 40
     transfers.held.hold(transfers.stores.begin_store(record()))
     for each in (one, other):
         storage = torch.UntypedStorage(each.nbytes)
