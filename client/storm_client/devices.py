@@ -11,7 +11,7 @@ import torch
 
 from storm_client.errors import UsageError
 
-__all__ = ["devices_in_use", "is_capturing", "usable", "with_number"]
+__all__ = ["devices_in_use", "is_capturing", "unused_bytes", "usable", "with_number"]
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -28,6 +28,12 @@ def devices_in_use() -> list[torch.device]:
         return []
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # torch's gap
     return [torch.device("cuda", n) for n in range(torch.cuda.device_count()) if has_context(n)]
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Return how many bytes of a GPU are free, or are PyTorch's and unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def with_number(device: torch.device) -> torch.device:

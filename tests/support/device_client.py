@@ -22,13 +22,14 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
-from storm_client.lanes import Mapped, Request, Slot, StagingArea
+from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
 from storm_client.transport.staging_space import StagingSpace
 from support.device_lane import DONE_TWICE
+from support.in_place_lane import WithArea
 
-from stormd.protocol import MapSegment, ReserveRange, Welcome
+from stormd.protocol import MapSegment, Welcome
 from stormd.protocol.timeline import (
     PAGE_BYTES,
     PUBLISHED,
@@ -168,7 +169,7 @@ class DeviceClientLane(CpuLane):
         super().close()
 
 
-class DeviceInPlace:
+class DeviceInPlace(WithArea):
     """What an InPlace is on it. Tensors lie in the host's memory, and are copied to the device's
     when they are stored: which is when a device would have computed them there.
     """
@@ -232,21 +233,6 @@ class DeviceInPlace:
 
     def offers(self) -> list[MapSegment]:
         return []
-
-    def awaits_answer(self, address: int, nbytes: int) -> bool:
-        return False
-
-    def make_staging(self) -> StagingArea:
-        raise AssertionError("there is a staging area")
-
-    def offer_staging(self, address: int) -> None:
-        raise AssertionError("there is a staging area")
-
-    def sweep(self) -> bool:
-        return False
-
-    def barrier(self) -> ReserveRange:
-        raise AssertionError("nothing was unmapped")
 
     def headroom(self) -> int:
         return self.spare

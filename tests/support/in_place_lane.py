@@ -168,7 +168,26 @@ class InPlaceCpuLane(CpuLane):
         super().close()
 
 
-class FakeInPlace:
+class WithArea:
+    """Has a staging area from the beginning, and unmaps nothing."""
+
+    def awaits_answer(self, address: int, nbytes: int) -> bool:
+        return False
+
+    def make_staging(self) -> StagingArea:
+        raise AssertionError("there is a staging area")
+
+    def offer_staging(self, address: int) -> None:
+        raise AssertionError("there is a staging area")
+
+    def sweep(self) -> bool:
+        return False
+
+    def barrier(self) -> ReserveRange:
+        raise AssertionError("nothing was unmapped")
+
+
+class FakeInPlace(WithArea):
     """Reads what is waited for, and all up to `read`, which a test sets.
 
     While it stands still it does not say so.
@@ -213,21 +232,6 @@ class FakeInPlace:
         self._whole.append((address, slot))
         self.found += 1
         return Mapped(0, slot.offset)
-
-    def awaits_answer(self, address: int, nbytes: int) -> bool:
-        return False
-
-    def make_staging(self) -> StagingArea:
-        raise AssertionError("there is a staging area")
-
-    def offer_staging(self, address: int) -> None:
-        raise AssertionError("there is a staging area")
-
-    def sweep(self) -> bool:
-        return False
-
-    def barrier(self) -> ReserveRange:
-        raise AssertionError("nothing was unmapped")
 
     def publish_numbers(self, count: int) -> range:
         numbers = [self._unread.next_number() for _ in range(count)]

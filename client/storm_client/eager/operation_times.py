@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from storm_client.devices import is_capturing
+from storm_client.devices import is_capturing, unused_bytes
 from storm_client.eager.bits import copied
 from storm_client.eager.calls import is_plain, outputs_of, replaced, tensors_among
 from storm_client.eager.operations import Function
@@ -186,10 +186,7 @@ class _Repeated:
     def _may_run(self) -> bool:
         if not self._times.allows() or is_capturing(self._device):
             return False
-        free, _ = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device)
-        unused -= torch.cuda.memory_allocated(self._device)
-        return MIN_FREE * self.nbytes <= free + unused
+        return MIN_FREE * self.nbytes <= unused_bytes(self._device)
 
     def _repeated_beside(self) -> float:
         """Run it in a thread of its own; return the seconds, infinity where it cannot be run.

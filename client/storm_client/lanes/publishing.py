@@ -33,6 +33,7 @@ from storm_kernels.cuda_driver import (
 )
 from storm_kernels.errors import CudaDriverError
 
+from storm_client.devices import unused_bytes
 from storm_client.errors import DaemonLost
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
 
@@ -90,16 +91,10 @@ def new_area(nbytes: int, device: torch.device) -> DeviceBuffer:
     try:
         return DeviceBuffer(nbytes)
     except CudaDriverError as error:
-        if error.code != "CUDA_ERROR_OUT_OF_MEMORY" or _freeable_bytes(device) < nbytes:
+        if error.code != "CUDA_ERROR_OUT_OF_MEMORY" or unused_bytes(device) < nbytes:
             raise
     torch.cuda.empty_cache()
     return DeviceBuffer(nbytes)
-
-
-def _freeable_bytes(device: torch.device) -> int:
-    """Return how much memory of a device is free, or is PyTorch's and unused."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class Publisher:

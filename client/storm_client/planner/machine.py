@@ -87,13 +87,13 @@ class Machine:
 
     def with_transfers(self, figures: TransferFigures) -> Machine:
         """Return the figures with what the daemon measured of link and codec, or limits."""
-        machine = replace(self, link=self.link_by(figures))
-        if figures.link:
-            machine = replace(machine, measured=machine.measured | {"link"})
-        if figures.coding:
-            names = machine.measured | {"codec"}
-            machine = replace(machine, codec=figures.coding, measured=names)
-        return machine
+        known = {"link": figures.link, "codec": figures.coding}
+        return replace(
+            self,
+            link=self.link_by(figures),
+            codec=figures.coding or self.codec,
+            measured=self.measured.union(name for name, figure in known.items() if figure),
+        )
 
     def with_rates(self, rates: DeviceRates) -> Machine:
         """Return the figures with the device's measured rates.

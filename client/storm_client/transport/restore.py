@@ -93,8 +93,7 @@ class Inbound:
         """
         self._refuse_in_capture(nbytes)
         transfers, connection = self._transfers, self._connection
-        if not transfers.has_staging:
-            self._open_staging(parts)
+        self._open_staging(parts)
         destination = self._lane.allocate(nbytes)
         try:
             with connection.lock:
@@ -153,7 +152,7 @@ class Inbound:
             )
 
     def _open_staging(self, parts: list[Part]) -> None:
-        """Open the staging area: see `open_staging`.
+        """Open the staging area unless it is open: see `open_staging`.
 
         Raises:
             ActivationLost: the daemon does not answer.

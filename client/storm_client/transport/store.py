@@ -95,7 +95,7 @@ class Outbound:
                 continue
             with self._connection.lock:
                 out = self._transfers.stores.begin_store(record)
-            if self._transfers.has_staging or self._open_staging(out):
+            if self._open_staging(out):
                 self.store_staged(out, source)
 
     def store_staged(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
@@ -146,7 +146,7 @@ class Outbound:
                 pass
 
     def _open_staging(self, out: Outgoing) -> bool:
-        """Open the staging area for a source that cannot be mapped, or refuse `out`."""
+        """Open the staging area unless it is open; refuse `out` and return False if that fails."""
         reason, detail = "daemon_slow", ""
         try:
             end = self._end_of_patience()

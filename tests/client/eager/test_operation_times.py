@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from storm_client import devices
 from storm_client.eager import operation_times
 from storm_client.eager.operation_times import (
     LONG_SECONDS,
@@ -56,7 +57,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         free=FREE,
     )
     names = {name: getattr(torch, name) for name in ("Tensor", "nn", "empty_strided")}
-    monkeypatch.setattr(operation_times, "torch", SimpleNamespace(cuda=made, **names))
+    for module in (operation_times, devices):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=made, **names))
     monkeypatch.setattr(operation_times, "is_capturing", lambda _: False)
     return made
 

@@ -226,7 +226,8 @@ def lane_of(client: storm.Client) -> Lane:
     return session.lane
 
 
-def test_what_can_be_mapped_needs_no_staging_area(client: storm.Client, read: list[int]) -> None:
+def train(client: storm.Client) -> None:
+    """Take steps with offload, whose gradients have to be those without."""
     model, x = network(), batch()
     expected = plain(model, x)
     offload = client.offload(model, min_bytes=1)
@@ -234,6 +235,10 @@ def test_what_can_be_mapped_needs_no_staging_area(client: storm.Client, read: li
         forward(model, x, offload).backward()
         assert_same(gradients(model), expected)
     assert_offloaded(offload)
+
+
+def test_what_can_be_mapped_needs_no_staging_area(client: storm.Client, read: list[int]) -> None:
+    train(client)
     assert read
     assert lane_of(client)._shared.area is None
 
@@ -245,13 +250,7 @@ def test_what_cannot_be_mapped_passes_through_a_staging_area(
     monkeypatch.setattr(
         Segments, "_offer", lambda self, one: None if one.number else offer(self, one)
     )
-    model, x = network(), batch()
-    expected = plain(model, x)
-    offload = client.offload(model, min_bytes=1)
-    for _ in range(5):
-        forward(model, x, offload).backward()
-        assert_same(gradients(model), expected)
-    assert_offloaded(offload)
+    train(client)
     assert lane._shared.area is not None
 
 

@@ -6,14 +6,12 @@ orderings of a device (`support.device_client`, `support.device_lane`).
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import storm_client as storm
@@ -22,9 +20,9 @@ from storm_bench.child_daemon import ChildDaemon
 from support.chains import chain, gradient, leaf
 from support.daemon_process import served_by
 from support.device_client import DeviceClientLane
+from support.other_lanes import daemon_with_lane, end
 from support.waiting import wait_until
 
-TESTS = Path(__file__).parents[2]
 TRAINERS = 2
 KILLS = 4
 RESTARTS = 1
@@ -43,19 +41,9 @@ def lane_kind() -> type[DeviceClientLane]:
 
 
 @pytest.fixture
-def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildDaemon]:
-    path = [str(TESTS / "support" / "device_daemon"), str(TESTS), os.environ.get("PYTHONPATH", "")]
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        child = ChildDaemon(flags=FLAGS)
-        child.__enter__()
-    yield child
-    child.close()
-
-
-def end(pid: int, number: int) -> None:
-    os.kill(pid, number)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
+def daemon() -> Iterator[ChildDaemon]:
+    with daemon_with_lane("device_daemon", FLAGS) as child:
+        yield child
 
 
 def train(address: str, is_over: threading.Event) -> int:

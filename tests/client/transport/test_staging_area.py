@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -25,6 +23,7 @@ from support.interrupting import interrupted_after
 from support.late_lane import LateCpuLane
 from support.mapping_client import MappingCpuLane, MappingInPlace, no_memory
 from support.mapping_lane import LateMappingLane, MappingLane
+from support.other_lanes import daemon_with_lane, end
 from support.waiting import wait_until
 from torch import Tensor
 
@@ -309,24 +308,14 @@ def test_an_interrupt_at_any_moment_leaves_a_step_that_works(
 
 
 @pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildDaemon]:
+def refusing() -> Iterator[ChildDaemon]:
     """A daemon that maps nothing but a staging area, and outlives its process."""
-    tests = Path(__file__).parents[2]
-    path = [
-        str(tests / "support" / "refusing_daemon"),
-        str(tests),
-        os.environ.get("PYTHONPATH", ""),
-    ]
     flags = [
         "--device=cpu", "--resumable", "--resume-seconds=120", "--pool-bytes=64MiB",
         "--cache-bytes=1MiB", "--staging-bytes-cpu=256MiB",
     ]  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        child = ChildDaemon(flags=flags)
-        child.__enter__()
-    yield child
-    child.close()
+    with daemon_with_lane("refusing_daemon", flags) as child:
+        yield child
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -338,9 +327,7 @@ def test_it_goes_on_with_another_daemon(
     with storm.connect(refusing.address, embedded="never", timeout=60) as client:
         offload = client.offload(min_bytes=1, replay=False)
         before = forward(offload, x) if is_open else None
-        pid = served_by(refusing)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
+        end(served_by(refusing), signal.SIGKILL)
         assert_right(offload)
         if before is not None:
             assert torch.equal(gradient(before, x), gradient(chain(x, LENGTH), x))
