@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from storm_client.eager.events import RecordedValue
     from storm_client.eager.signature import StepSignature
     from storm_client.native import _follow
+    from storm_client.planner.problem import PlainLoss
     from storm_client.transport.session import Session
     from storm_client.transport.sessions import Sessions
 
@@ -119,9 +120,9 @@ class StepHooks:
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
         self._unpacking.begin(self._planned, self._trace)
 
-    def note_loss(self, plain_bytes: int) -> None:
-        """Note the extra bytes that PyTorch's own loss would take, compared with a tiled one."""
-        self._planned.note_loss(plain_bytes)
+    def note_loss(self, plain: PlainLoss) -> None:
+        """Note what PyTorch's own loss would take beyond the loss in tiles."""
+        self._planned.note_loss(plain)
 
     @property
     def mode(self) -> TorchFunctionMode | None:

@@ -263,7 +263,7 @@ class Planning:
         if record.count:  # a validation step saves nothing
             self._recurrence.count_step(is_new=signature is None or signature.seen == 1)
         if signature is not None:
-            signature.note_loss(record.plain_loss_bytes)
+            signature.note_loss(record.plain_loss)
             signature.note_gradients(record.gradients)
             self._ranks.ended(signature)
             if signature.seen == 1:

@@ -231,7 +231,7 @@ class PlanMaker:
             last_bytes=max(0, last - self.lacked_bytes),
             block_ends=signature.block_ends,
             used_between=_used_between(signature),
-            plain_loss_bytes=signature.root.plain_loss_bytes,
+            plain_loss=signature.root.plain_loss,
             finds_gradients=signature.finds_gradients,
             lacked_bytes=self.lacked_bytes,
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from storm_client.eager.controller import Planning
     from storm_client.native import _follow
     from storm_client.planner.plan import Plan
+    from storm_client.planner.problem import PlainLoss
     from storm_client.saved.snapshots import ReadyTrial
 
 __all__ = ["PlannedStep"]
@@ -144,9 +145,9 @@ class PlannedStep:
         self.record.saved_bytes_with_repeats += saved_bytes
         self.record.larger.update(larger)
 
-    def note_loss(self, plain_bytes: int) -> None:
-        """Record the bytes that PyTorch's own loss would take beyond one computed in tiles."""
-        self.record.plain_loss_bytes = max(self.record.plain_loss_bytes, plain_bytes)
+    def note_loss(self, plain: PlainLoss) -> None:
+        """Record what PyTorch's own loss would take beyond one computed in tiles."""
+        self.record.plain_loss = self.record.plain_loss.or_larger(plain)
 
     # --- trials -----------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from storm_client.eager.followed_plan import NOTHING, Expected, FollowedPlan
 from storm_client.eager.gradients import Gradients
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import OFFLOAD, Decision
+from storm_client.planner.problem import NO_LOSS, PlainLoss
 
 __all__ = ["KNOWN_KINDS", "Recurrence", "StepRecord", "StepSignatures", "behind_repeated"]
 
@@ -89,8 +90,8 @@ class StepRecord:
     """Bytes saved so far, counting each save of a value."""
     larger: dict[int, int] = field(default_factory=dict)
     """Bytes of the values that are larger than the signature knows."""
-    plain_loss_bytes: int = 0
-    """Bytes that PyTorch's own loss would take beyond the loss in tiles; see Problem."""
+    plain_loss: PlainLoss = NO_LOSS
+    """What PyTorch's own loss would take beyond the loss in tiles; see Problem."""
     gradients: Gradients = field(default_factory=Gradients)
     """The gradients of the parameters that the step was seen to read."""
     _left_script_of: StepSignature | None = None

@@ -33,6 +33,7 @@ from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import REPLAY, Decision, Replay
 from storm_client.planner.link_watch import LinkWatch
 from storm_client.planner.prices import likeness
+from storm_client.planner.problem import NO_LOSS, PlainLoss
 from storm_client.planner.repeated_blocks import repeated_ends
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ class StepSignature:
         """The times of its steps."""
         self.link: LinkWatch = LinkWatch() if root is None else root.link
         """The link speed that its plan assumes."""
-        self.plain_loss_bytes = 0
-        """The largest value of its steps; see Problem."""
+        self.plain_loss = NO_LOSS
+        """The largest values of its steps; see Problem."""
         self._gradients = Gradients()
         self._comparison: Comparison | None = None
         self._is_outdated = True
@@ -221,11 +222,12 @@ class StepSignature:
         if self._comparison is not None and growth * NEAR_LARGEST > 1.0:
             self._comparison.search.forget()
 
-    def note_loss(self, plain_bytes: int) -> None:
-        """Record the bytes that PyTorch's own loss would take beyond a step's loss in tiles."""
+    def note_loss(self, plain: PlainLoss) -> None:
+        """Record what PyTorch's own loss would take beyond a step's loss in tiles."""
         root = self.root
-        if plain_bytes > root.plain_loss_bytes:
-            root.plain_loss_bytes = plain_bytes
+        larger = root.plain_loss.or_larger(plain)
+        if larger != root.plain_loss:
+            root.plain_loss = larger
             root.outdate()
 
     def note_gradients(self, gradients: Gradients) -> None:

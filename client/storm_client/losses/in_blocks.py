@@ -29,6 +29,7 @@ from storm_client.losses.deferred import Deferred
 from storm_client.losses.kernels import have_same_bits
 from storm_client.losses.upcasts import are_tiles_enabled, is_eligible, learn_call_site
 from storm_client.planner.in_flight import give_back_unused
+from storm_client.planner.problem import PlainLoss
 from storm_client.transport.memory_pressure import MayFail
 
 __all__ = ["cross_entropy", "substitute"]
@@ -138,7 +139,7 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
     except (IndexError, TypeError, ValueError):
         return None
     if loss is not None:
-        innermost().note_loss(call.plain_bytes(loss.dtype))
+        innermost().note_loss(call.plain_loss(loss.dtype))
         if half is None:
             learn_call_site(logits)
     return loss
@@ -159,15 +160,18 @@ class _Call(NamedTuple):
     def plain(self, logits: Tensor) -> Tensor:
         return of_pytorch(logits, self.target, self.options, self.dtype, _plain)
 
-    def plain_bytes(self, computed: torch.dtype) -> int:
-        """Return the peak bytes of PyTorch's own loss, less the logits that tiles save.
+    def plain_loss(self, computed: torch.dtype) -> PlainLoss:
+        """Return what PyTorch's own loss takes, less the logits that tiles save.
 
-        The peak is at the start of its backward pass: the output of the softmax, its gradient, and
-        the gradient of the loss' input. On a GPU the softmax itself does the cast of autocast.
+        Forward that is the output of the softmax, and its input if a cast makes that. Backward it
+        is the output of the softmax, its gradient, and the gradient of its input. On a GPU the
+        softmax itself does the cast of autocast.
         """
         logits = self.logits
         given = logits.dtype if logits.is_cuda and self.dtype is None else computed
-        return logits.numel() * (2 * computed.itemsize + given.itemsize) - logits.nbytes
+        nbytes, cast = logits.numel() * computed.itemsize, logits.numel() * given.itemsize
+        forward = nbytes + (cast if given != logits.dtype else 0)
+        return PlainLoss(forward, 2 * nbytes + cast - logits.nbytes)
 
     def first(self, rows: int) -> _Call:
         """Return the call with its first `rows` rows."""

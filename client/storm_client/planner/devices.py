@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from storm_client.planner.decisions import OFFLOAD, Decision
 from storm_client.planner.machine import CUDA
 from storm_client.planner.prices import operation_seconds
-from storm_client.planner.problem import Problem, Value
+from storm_client.planner.problem import NO_LOSS, Problem, Value
 from storm_client.planner.solver import Choice
 
 __all__ = ["Part", "merged", "parts_of"]
@@ -83,7 +83,7 @@ def _part(problem: Problem, numbers: list[int], seconds: Sequence[float]) -> Par
             if n in places
         },
         block_ends=frozenset(places[n] for n in problem.block_ends if n in places),
-        plain_loss_bytes=problem.plain_loss_bytes if is_last else 0,
+        plain_loss=problem.plain_loss if is_last else NO_LOSS,
     )
     return Part(part, numbers)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["Problem", "Value"]
+__all__ = ["NO_LOSS", "PlainLoss", "Problem", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,21 @@ class Value:
         return self.uses > 0
 
 
+class PlainLoss(NamedTuple):
+    """Bytes that PyTorch's own loss takes at its fullest, beyond the logits that tiles save."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+    def or_larger(self, other: PlainLoss) -> PlainLoss:
+        """Return the larger bytes of each pass."""
+        return PlainLoss(*map(max, self, other))
+
+
+NO_LOSS = PlainLoss(0, 0)
+"""No loss is computed in tiles."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One step to plan."""
@@ -81,9 +97,8 @@ class Problem:
     block_ends: frozenset[int] = frozenset()
     """Values that checkpointing would keep. Others are recomputed from them; they are never
     recomputed themselves."""
-    plain_loss_bytes: int = 0
-    """If tiles compute the loss: bytes that PyTorch's own loss would need beyond the saved
-    values."""
+    plain_loss: PlainLoss = NO_LOSS
+    """If tiles compute the loss: what PyTorch's own loss would need."""
     finds_gradients: bool = True
     """Whether gradients of parameters may already exist when the step begins."""
     lacked_bytes: int = 0

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.planner.machine import Machine
-from storm_client.planner.problem import Problem
+from storm_client.planner.problem import NO_LOSS, PlainLoss, Problem
 from storm_client.planner.search import Alternative, PlanResult, PlanSearch
 from storm_client.planner.solver import Choice
 
@@ -44,7 +44,7 @@ class Figures:
     """Bytes that may be kept; None means as few as possible."""
     steps: tuple[Seconds, ...] = ()
     """Step times, for each plan that was followed since the latest decision."""
-    plain_loss_bytes: int = 0
+    plain_loss: PlainLoss = NO_LOSS
     lacked_bytes: int = 0
     """As in a `Problem`; of several ranks the least loss bytes and the most lacked bytes."""
 
@@ -67,7 +67,7 @@ class Figures:
             machine,
             room,
             tuple(map(tuple, steps)),
-            problem.plain_loss_bytes,
+            problem.plain_loss,
             problem.lacked_bytes,
         )
 
@@ -93,7 +93,7 @@ class Figures:
             _slowest_machine([one.machine for one in ranks]),
             min(rooms, default=None),
             tuple(map(_slowest_steps, plans)),
-            min(one.plain_loss_bytes for one in ranks),
+            PlainLoss(*map(min, zip(*(one.plain_loss for one in ranks), strict=True))),
             max(one.lacked_bytes for one in ranks),
         )
 
@@ -107,7 +107,7 @@ class Figures:
             forward_seconds=self.forward_seconds,
             turn_seconds=self.turn_seconds,
             last_bytes=self.last_bytes,
-            plain_loss_bytes=self.plain_loss_bytes,
+            plain_loss=self.plain_loss,
             lacked_bytes=self.lacked_bytes,
         )
 
@@ -124,6 +124,7 @@ class Figures:
         for name in ("nbytes", "seconds"):
             said[name] = tuple(said[name])
         said["steps"] = tuple(map(tuple, said["steps"]))
+        said["plain_loss"] = PlainLoss(*said["plain_loss"])
         return cls(**said)
 
 

@@ -6,8 +6,8 @@ between both passes, is one more than the last number. At each moment, memory ho
 
 - kept values, from the moment they are made to their last use. Of those that no operation made,
   recomputation reads copies, since nothing counts their changes;
-- in the forward pass, values that an operation still reads, and casts of parameters that autocast
-  caches, which are freed after the loss;
+- in the forward pass, values that an operation still reads, and casts of parameters, which autocast
+  frees at its end;
 - in the backward pass, offloaded and recomputed values from their first use to their last, and the
   inputs of recomputed values;
 - gradients of values, from the first operation that contributes to one to the operation that made
@@ -141,7 +141,8 @@ def checkpointed(problem: Problem) -> Timeline:
     kept = kept_by_checkpointing(problem)
     recomputed = set(range(len(problem.values))) - kept
     found = _timeline(problem, kept, recomputed, lambda number: ends[bisect_left(ends, number)])
-    found.backward[-1] += problem.plain_loss_bytes
+    found.forward[-1] += problem.plain_loss.forward_bytes
+    found.backward[-1] += problem.plain_loss.backward_bytes
     return found
 
 
@@ -231,7 +232,6 @@ def _backward(
         else:
             arriving.setdefault(first, []).append(number)
     found = _gradients(problem)
-    found[-1] += sum(one.nbytes for one in values if one.is_cached and one.number not in kept)
     for moment in reversed(range(len(found))):
         chain = sorted(arriving[moment]) if moment in arriving else ()
         most, done = _recomputing(problem, chain, recomputed, spans)

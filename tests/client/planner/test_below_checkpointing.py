@@ -14,7 +14,7 @@ from storm_client.planner.below_checkpointing import (
 )
 from storm_client.planner.decisions import Keep
 from storm_client.planner.machine import CUDA
-from storm_client.planner.problem import Problem
+from storm_client.planner.problem import PlainLoss, Problem
 from storm_client.planner.solver import Choice, Solver, choose
 from storm_client.planner.timeline import checkpointed, kept_by_checkpointing, planned
 from support.planning import alike_blocks, value
@@ -121,7 +121,7 @@ def test_where_moments_are_not_known_as_much_as_of_blocks_is_kept(
 
 @pytest.mark.parametrize("lacked", [100, 5000])
 def test_what_devices_have_lacked_is_left_free(lacked: int) -> None:
-    problem = replace(step(12), plain_loss_bytes=600 * MIB)
+    problem = replace(step(12), plain_loss=PlainLoss(0, 600 * MIB))
     before = choose_below_checkpointing(problem, CUDA)
     found = choose_below_checkpointing(replace(problem, lacked_bytes=lacked * MIB), CUDA)
     least = choose(problem, CUDA, budget_bytes=0)

@@ -12,7 +12,7 @@ from storm_client.planner.decisions import Replay
 from storm_client.planner.devices import Part, parts_of
 from storm_client.planner.machine import CUDA
 from storm_client.planner.plan import Plan
-from storm_client.planner.problem import Problem
+from storm_client.planner.problem import NO_LOSS, PlainLoss, Problem
 from storm_client.planner.search import ALL_KEPT, AS_BLOCKS, NOTHING, PREDICTED, Alternative
 from storm_client.planner.solver import choose
 from storm_client.planner.timeline import planned
@@ -56,7 +56,7 @@ def step(blocks: int, *devices: int | None, window: float = 0.0) -> Problem:
         last_bytes=100 * MIB,
         block_ends=frozenset(ends),
         used_between={n: (n + 1, n + 1) for n in range(len(made_of))},
-        plain_loss_bytes=MIB,
+        plain_loss=PlainLoss(0, MIB),
     )
 
 
@@ -87,7 +87,7 @@ def test_each_part_has_the_values_of_its_device() -> None:
     assert min(windows) > 1.0
     assert (first.problem.turn_seconds, second.problem.turn_seconds) == (math.inf, 0.0)
     assert (first.problem.last_bytes, second.problem.last_bytes) == (0, 100 * MIB)
-    assert (first.problem.plain_loss_bytes, second.problem.plain_loss_bytes) == (0, MIB)
+    assert (first.problem.plain_loss, second.problem.plain_loss) == (NO_LOSS, (0, MIB))
 
 
 def test_a_result_may_be_copied_to_the_first_device() -> None:
@@ -96,7 +96,7 @@ def test_a_result_may_be_copied_to_the_first_device() -> None:
     copy = replace(last, number=last.number + 1, inputs=(last.number,), uses=0, device=0)
     first, second = parts_of(replace(problem, values=(*problem.values, copy)))
     assert [len(first.numbers), first.numbers[-1]] == [len(second.numbers), copy.number]
-    assert [one.problem.plain_loss_bytes for one in (first, second)] == [0, MIB]
+    assert [one.problem.plain_loss for one in (first, second)] == [NO_LOSS, (0, MIB)]
     assert [one.problem.turn_seconds for one in (first, second)] == [math.inf, 0.0]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.planner.machine import CUDA, TransferFigures
-from storm_client.planner.problem import Problem, Value
+from storm_client.planner.problem import PlainLoss, Problem, Value
 from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED, PlanSearch
 from storm_client.planner.slowest import Agreed, Figures, Turn
 from storm_client.planner.solver import Choice
@@ -16,7 +16,9 @@ VALUES = tuple(
     Value(number, 1 << 20, torch.float32, (512, 512), "gelu", seconds=0.25, uses=1)
     for number in range(2)
 )
-PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100, plain_loss_bytes=20)
+PROBLEM = Problem(
+    VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100, plain_loss=PlainLoss(20, 30)
+)
 ONE = Figures.of(PROBLEM, CUDA, 1 << 30, [[0.1, 0.2, 0.3], [0.5]])
 OTHER = replace(
     ONE,
@@ -28,7 +30,7 @@ OTHER = replace(
     rejected={0: "its bits differ"},
     machine=replace(CUDA.with_transfers(TransferFigures(limit=1.0)), bandwidth=1.0, hides=False),
     room=1 << 20,
-    plain_loss_bytes=10,
+    plain_loss=PlainLoss(10, 40),
     steps=((0.2, 0.1, None, None),),
     lacked_bytes=30,
 )
@@ -49,7 +51,7 @@ def test_the_slowest_of_each_figure_is_taken_in_any_order() -> None:
         assert slowest.last_bytes == 50
         assert slowest.rejected == {0: "its bits differ", 1: "it draws"}
         assert slowest.room == 1 << 20
-        assert (slowest.plain_loss_bytes, slowest.lacked_bytes) == (10, 30)
+        assert (slowest.plain_loss, slowest.lacked_bytes) == ((10, 30), 30)
         first, second = slowest.steps
         assert first == (0.2, 0.2, 0.3, None), "None is of a smaller step"
         assert second == (0.5,), "of a plan that one rank has not followed yet"
