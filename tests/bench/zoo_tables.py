@@ -1,12 +1,11 @@
-"""Makes the tables of documents whose figures are recorded rows, as those of `stormd bench zoo`.
+"""Makes the tables of documents whose figures are recorded rows, as those of `in_turns.py`.
 
     python tests/bench/zoo_tables.py README.md docs/performance.md
 
-A table belongs to the files of results that its section links to: `zoo_....json` has the zoo's
-rows, `in_turns_....json` those of workloads that were tuned for, `frameworks_....json` those of
-`frameworks.py`, of which the latest of a method counts. A line is found by its first
-cell, the workload, and filled by the heads of its columns: a new line needs no more than `| its
-workload |`. Other tables stay as they are.
+A table belongs to the file of results that its section links to: `in_turns_h200.json` has the rows
+of workloads and of the zoo, `frameworks_....json` those of `frameworks.py`, of which the latest of
+a method counts. A line is found by its first cell, the workload, and filled by the heads of its
+columns: a new line needs no more than `| its workload |`. Other tables stay as they are.
 """
 
 from __future__ import annotations
@@ -19,15 +18,30 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from storm_bench.zoo import MODELS
-
 RESULTS: Final = Path(__file__).parent / "results"
-TUNED: Final = {
-    "GPT, width 4096, 8 layers, 8,192 tokens": 29,
-    "GPT, width 4096, 4 layers, 32,768 tokens": 27,
-    "Llama 8B, 8 layers, 8,192 tokens": 30,
+TURNS: Final = {
+    "GPT, width 4096, 8 layers, 8,192 tokens": 65,
+    "GPT, width 4096, 4 layers, 32,768 tokens": 69,
+    "Llama 8B, 8 layers, 8,192 tokens": 68,
+    "Llama 8B, 8 layers, LoRA": 66,
+    "Llama, 12 small layers": 67,
+    "Llama, width 2048, 10 layers": 70,
+    "Llama, width 2048, LoRA of rank 16": 56,
+    "Llama with Liger kernels": 73,
+    "Llama with torchao float8": 33,
+    "Llama, 6 layers, float32 with bfloat16 autocast": 61,
+    "Llama, 6 layers, float32 with float16 autocast": 29,
+    "Qwen3-MoE, width 1024, 8 layers": 72,
+    "GPT-2, width 1024, 16 layers, dropout": 40,
+    "BERT, width 1024, 16 layers": 74,
+    "T5, width 1024, 12 layers each way, dropout": 39,
+    "wav2vec2, width 768, 12 layers": 34,
+    "ViT-L, 128 images": 71,
+    "Swin-B, 96 images": 38,
+    "ConvNeXt-B, 96 images": 24,
+    "EfficientNet-B4, 96 images": 54,
 }
-"""Workloads of in_turns_h100.json, and which of its runs is theirs."""
+"""Workloads of in_turns_h200.json, and the latest of its runs that is theirs."""
 
 FRAMEWORKS: Final = {
     "transformers' Trainer": "trainer",
@@ -49,8 +63,7 @@ FRAMEWORKS: Final = {
 Rows = list[dict[str, Any]]
 
 _HEAD: Final = "| Workload | ms without | ms checkpointed |"
-_RESULTS: Final = re.compile(r"tests/bench/results/((?:zoo|in_turns|frameworks)_\w+\.json)")
-_MAKING: Final = ("zoo", "frameworks")
+_RESULTS: Final = re.compile(r"tests/bench/results/(in_turns_h200\.json|frameworks_\w+\.json)")
 _SECTION: Final = re.compile(r"^(?=#+ )", re.MULTILINE)
 
 
@@ -59,6 +72,17 @@ def _mean(method: str, key: str, digits: int) -> Callable[[Rows], str]:
         found = [row for row in rows if row["method"] == method and key in row]
         counted = [row[key] for row in found if row.get("budget", "least") == "least"]
         return f"{mean(counted):.{digits}f}" if counted else ""
+
+    return text
+
+
+def _ratio(other: str) -> Callable[[Rows], str]:
+    def text(rows: Rows) -> str:
+        ours, theirs = (
+            mean(row["ms"] for row in rows if row["method"] == method and "ms" in row)
+            for method in ("storm", other)
+        )
+        return f"{ours / theirs:.2f}"
 
     return text
 
@@ -81,8 +105,8 @@ _COLUMNS: Final = {
     "GiB TRL": _mean("trl", "peak_gib", 1),
     "GiB own offload": _mean("own", "peak_gib", 1),
     "GiB stormd": _mean("storm", "peak_gib", 1),
-    "GiB offloaded": _mean("storm", "offloaded_gib", 1),
-    "GiB recomputed": _mean("storm", "replayed_gib", 1),
+    "stormd's by none's": _ratio("none"),
+    "stormd's by checkpointing's": _ratio("checkpoint"),
     "Same bits": _bits,
 }
 """What is below a head: the mean of turns, of stormd with the least memory."""
@@ -92,15 +116,15 @@ def filled(text: str, results: Path = RESULTS) -> str:
     """Return a document with the tables that are made of results, from the files in a folder.
 
     Raises:
-        ValueError: a section with such a table links to two files of a kind, or they have no row
-            of a workload, or nothing is known of a column.
+        ValueError: a section with such a table links to two files, or its file has no row of a
+            workload, or nothing is known of a column.
     """
     return "".join(_filled(section, results) for section in _SECTION.split(text))
 
 
 def _filled(section: str, results: Path) -> str:
     names = set(_RESULTS.findall(section))
-    if _HEAD not in section or not any(name.startswith(_MAKING) for name in names):
+    if _HEAD not in section or not names:
         return section
     before, head, behind = section.partition(_HEAD)
     table, end, rest = behind.partition("\n\n")
@@ -125,26 +149,17 @@ def _line(heads: list[str], workload: str, rows: dict[str, Rows]) -> str:
 
 
 def _rows(names: set[str], results: Path) -> dict[str, Rows]:
-    """Return the rows of each workload, from the files that a section links to."""
-    if len({name.partition("_")[0] for name in names}) < len(names):
-        raise ValueError(f"a table can be made of one zoo_....json, not of {sorted(names)}")
-    found: dict[str, Rows] = {}
-    for name in names:
-        recorded = json.loads((results / name).read_text())
-        read = {"zoo": _zoo, "in": _tuned, "frameworks": _frameworks}[name.partition("_")[0]]
-        found |= dict(read(recorded))
-    return found
+    """Return the rows of each workload, from the file that a section links to."""
+    if len(names) > 1:
+        raise ValueError(f"a table can be made of one file, not of {sorted(names)}")
+    (name,) = names
+    recorded = json.loads((results / name).read_text())
+    read = _frameworks if name.startswith("frameworks") else _in_turns
+    return dict(read(recorded))
 
 
-def _zoo(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
-    for model, workload in MODELS.items():
-        rows = [row for row in recorded["rows"] if row["model"] == model]
-        if rows:
-            yield workload, rows
-
-
-def _tuned(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
-    for workload, run in TUNED.items():
+def _in_turns(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
+    for workload, run in TURNS.items():
         yield workload, recorded["runs"][run]["rows"]
 
 
