@@ -26,7 +26,6 @@ from storm_client.connecting import TIMEOUT, Embedded, OnDaemonLoss, connected, 
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.monitoring.status import DaemonStatus
 from storm_client.offloading import Offload
-from storm_client.policy import Policy
 from storm_client.transport.daemon_loss import Supply
 
 __all__ = ["Client", "connect", "offload"]
@@ -109,8 +108,7 @@ class Client:
                 sessions.of(device)  # now, rather than in the first forward
         options = plan_options(budget, verify, replay)
         named = layers_of(layers, modules)
-        policy = Policy(modules, least)
-        return Offload.of(self._supply, policy, codec, options, layers=named, loss=loss)
+        return Offload.of(self._supply, modules, least, codec, options, layers=named, loss=loss)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

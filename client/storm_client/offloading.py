@@ -36,7 +36,7 @@ from storm_client.planner.machine import TransferFigures
 from storm_client.policy import Policy
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterable
 
     from storm_client.planner.plan import Plan
     from storm_client.transport.daemon_loss import Supply
@@ -65,7 +65,8 @@ class Offload:
     def of(
         cls,
         supply: Supply,
-        policy: Policy,
+        modules: Iterable[torch.nn.Module],
+        min_bytes: int,
         codec: str,
         options: PlanOptions,
         *,
@@ -77,21 +78,24 @@ class Offload:
         Calls of `layers` in its blocks are checkpointed. `loss` is "tiled" or "plain".
         """
         offload = cls.__new__(cls)
-        offload._begin(supply, policy, codec, options, layers=layers, loss=loss)
+        daemon = _Daemon(supply)
+        offload._begin(daemon, modules, min_bytes, codec, options, layers=layers, loss=loss)
         return offload
 
     def _begin(
         self,
-        supply: Supply | None,
-        policy: Policy,
+        daemon: _Daemon,
+        modules: Iterable[torch.nn.Module],
+        min_bytes: int,
         codec: str,
         options: PlanOptions,
         *,
         layers: tuple[torch.nn.Module, ...],
         loss: str,
     ) -> None:
-        self._supply = supply
-        self._policy = policy
+        self._daemon = daemon
+        self._modules = tuple(modules)
+        self._policy = Policy(self._modules, min_bytes)
         self._codec = codec
         self._recorder = StatsRecorder()
         self._history = OrderHistory()
@@ -103,9 +107,9 @@ class Offload:
         self._planning = Planning(
             options,
             self._recorder.ratio,
-            Layers(policy.modules),
-            self._figures,
-            self._latest_figures,
+            Layers(self._modules),
+            daemon.figures,
+            daemon.latest_figures,
         )
         self._layers = CheckpointedLayers(layers)
         self._loss = loss
@@ -121,7 +125,7 @@ class Offload:
             UsageError: the client is closed or forked, or the budget cannot be kept.
             DaemonLost: the client has lost its daemon.
         """
-        supply = self._connected_supply()
+        supply = self._daemon.connected()
         sessions = supply.current()
         if self._first_steps.is_due():
             self._warn_if_little_offloaded()
@@ -138,7 +142,7 @@ class Offload:
             self._advise(self._advising)
         sessions.sweep()
         self._policy.refresh()
-        self._compiled.warn_if_compiled(self._policy.modules)
+        self._compiled.warn_if_compiled(self._modules)
         step = StepHooks(
             sessions,
             self._policy,
@@ -168,8 +172,8 @@ class Offload:
 
     def stats(self) -> OffloadStats:
         """Return the statistics so far; wait up to a second until stores in flight have ended."""
-        if self._supply is not None:
-            self._supply.sessions.settle(SETTLE_SECONDS)
+        if self._daemon.supply is not None:
+            self._daemon.supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
 
     def report(self) -> Report:
@@ -200,7 +204,7 @@ class Offload:
     @property
     def address(self) -> str:
         """The daemon's address, for `stormd status --address`."""
-        return self._connected_supply().sessions.address
+        return self._daemon.connected().sessions.address
 
     @property
     def plan(self) -> Plan | None:
@@ -214,19 +218,22 @@ class Offload:
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         """Return an Offload of the same client for the copied modules, with its own statistics."""
         copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
-        modules = deepcopy(self._policy.modules, memo)
-        policy = Policy(modules, self._policy.min_bytes)
-        layers = deepcopy(self._layers.modules, memo)
-        options = self._planning.options
-        copied._begin(self._supply, policy, self._codec, options, layers=layers, loss=self._loss)
+        copied._begin(
+            _Daemon(self._daemon.supply),
+            deepcopy(self._modules, memo),
+            self._policy.min_bytes,
+            self._codec,
+            self._planning.options,
+            layers=deepcopy(self._layers.modules, memo),
+            loss=self._loss,
+        )
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options of the Offload: all other state belongs to this process."""
-        policy = self._policy
         return {
-            "modules": policy.modules,
-            "min_bytes": policy.min_bytes,
+            "modules": self._modules,
+            "min_bytes": self._policy.min_bytes,
             "codec": self._codec,
             "options": self._planning.options,
             "layers": self._layers.modules,
@@ -235,9 +242,7 @@ class Offload:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start anew; the first block connects to a daemon."""
-        policy = Policy(state["modules"], state["min_bytes"])
-        layers, loss = state["layers"], state["loss"]
-        self._begin(None, policy, state["codec"], state["options"], layers=layers, loss=loss)
+        self._begin(_Daemon(None), **state)
 
     def _warn_if_little_offloaded(self) -> None:
         """Warn if the first steps offloaded little of their activations; `__enter__` calls this."""
@@ -247,7 +252,7 @@ class Offload:
             return
         # Checkpointed layers do not hand their parameters over to the saved-tensor hooks.
         named = set(map(id, modules_inside(self._layers.modules)))
-        outside = (part for part in modules_inside(self._policy.modules) if id(part) not in named)
+        outside = (part for part in modules_inside(self._modules) if id(part) not in named)
         parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
         text = advice(totals, steps, self._policy.min_bytes, parameters)
         activations = totals.stats.saved_bytes - sum(
@@ -264,21 +269,29 @@ class Offload:
             perf_counter(), planning.plans_for, planning.ratio, lambda: planning.devices
         )
 
-    def _figures(self, device: torch.device) -> TransferFigures:
-        """Return the daemon's figures for a device's link; empty if it does not answer."""
-        return TransferFigures() if self._supply is None else self._supply.figures(device)
-
-    def _latest_figures(self, device: torch.device) -> TransferFigures:
-        """Return the link figures that the daemon reported last, without asking it."""
-        return TransferFigures() if self._supply is None else self._supply.latest_figures(device)
-
     def _device_peak(self) -> int | None:
         """Return the largest peak of allocated bytes among the model's GPUs; None without a GPU."""
         peaks = map(torch.cuda.max_memory_allocated, self._planning.devices)
         return max(peaks, default=None)
 
-    def _connected_supply(self) -> Supply:
-        """Return the sessions; an unpickled Offload uses those of the shared client."""
-        if self._supply is None:
-            self._supply = shared_supply()
-        return self._supply
+
+class _Daemon:
+    """The sessions that an Offload uses."""
+
+    def __init__(self, supply: Supply | None) -> None:
+        """Use these sessions; None stands for those of the shared client, at the first block."""
+        self.supply = supply
+
+    def connected(self) -> Supply:
+        """Return the sessions."""
+        if self.supply is None:
+            self.supply = shared_supply()
+        return self.supply
+
+    def figures(self, device: torch.device) -> TransferFigures:
+        """Return the daemon's figures for a device's link; empty if it does not answer."""
+        return TransferFigures() if self.supply is None else self.supply.figures(device)
+
+    def latest_figures(self, device: torch.device) -> TransferFigures:
+        """Return the link figures that the daemon reported last, without asking it."""
+        return TransferFigures() if self.supply is None else self.supply.latest_figures(device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from storm_client.monitoring.layers import modules_inside
+from storm_client.monitoring.layers import Roots, modules_inside
 from storm_client.planner import OFFLOAD, Decision, Keep
 from storm_client.saved.distributed import nbytes_of, part_of
 from storm_client.saved.snapshots import base_of
@@ -71,7 +71,7 @@ class Policy:
     def __init__(self, modules: Iterable[torch.nn.Module], min_bytes: int) -> None:
         """Never offload parameters and buffers of `modules`, or tensors below `min_bytes`."""
         self.min_bytes = min_bytes
-        self.modules = tuple(modules)
+        self._roots = Roots(modules)
         self.layers: Inside | None = None
         """If set, only tensors saved inside these layers may be offloaded."""
         self._owned: dict[int, _Owner] = {}
@@ -82,6 +82,11 @@ class Policy:
         self._looks = -1
         self._hooks_without: int | None = None
         """How many hooks had ever been registered when no parameter had one; None before that."""
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The modules, held weakly."""
+        return self._roots.living()
 
     def refresh(self) -> None:
         """Look the modules' storages up again before the next tensor is declared not theirs.

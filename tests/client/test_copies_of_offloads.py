@@ -107,7 +107,7 @@ def test_unpickling_connects_to_nobody(client: storm.Client, shared: object) -> 
     assert set(threading.enumerate()) == threads
     assert is_right(net)
     assert shared._connected is not None
-    assert pickle.loads(pickle.dumps(net)).offload._supply is None
+    assert pickle.loads(pickle.dumps(net)).offload._daemon.supply is None
 
 
 def test_a_copy_of_a_closed_clients_offload_says_so(daemon: DaemonProcess) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -12,7 +14,7 @@ import storm_client as storm
 import torch
 from support.daemon_process import DaemonProcess, resident_bytes
 from support.waiting import wait_until
-from torch import Tensor
+from torch import Tensor, nn
 
 GROWTH_BYTES = 8 << 20
 """A fifth of what the measured steps store; allocators keep some memory of their own."""
@@ -57,6 +59,37 @@ def test_entries_live_as_long_as_the_graph_or_until_the_backward_pass(
     loss.backward()
     holds_nothing()  # although the loss is still there
     assert loss.grad_fn is not None
+
+
+class KeepsItsResult(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = self.below(x).sigmoid()
+        return self.above(self.features).sigmoid()
+
+
+@pytest.mark.parametrize("how", ["no backward pass", "a graph that is retained", "one gradient"])
+def test_a_module_that_holds_a_result_is_freed_with_it(
+    client: storm.Client, holds_nothing: Callable[[], None], how: str
+) -> None:
+    """Also after steps that follow a plan."""
+    model = KeepsItsResult()
+    offload = client.offload(model, min_bytes=1)
+    for _ in range(6):
+        with offload:
+            loss = model(torch.randn(256, 64)).sum()
+        if how == "a graph that is retained":
+            loss.backward(retain_graph=True)
+        elif how == "one gradient":
+            torch.autograd.grad(loss, model.above.weight)
+    alive = weakref.ref(model)
+    del model, offload, loss
+    gc.collect()
+    assert alive() is None
+    holds_nothing()
 
 
 def test_an_exception_in_the_forward(

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config, ir, lowering
+from torch._inductor import graph as graph_lowering
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import (
@@ -371,6 +372,44 @@ if hasattr(lowering, _SAVED_LOWP_CHECK):  # from PyTorch 2.13 on
 # --- graphs without a backward pass of their own --------------------------------------------------
 
 
+class _Captured(threading.local):
+    is_generated = False
+
+
+_CAPTURED = _Captured()
+"""Whether this thread generates code of a captured step, which has both passes in its graphs."""
+
+
+def _in_recorded_layouts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Extend Inductor's look-up of what an operation requires of its arguments' layouts.
+
+    PyTorch's own kernel may read wrong values in another layout than the recorded one: oneDNN's
+    backward pass of an LSTM does. Inductor looks after that only in what it takes for a backward
+    graph.
+    """
+
+    def constraint(target: Any) -> Any:
+        found = original(target)
+        is_ours = _CAPTURED.is_generated and target in lowering.fallbacks
+        if not is_ours or torch.Tag.flexible_layout in target.tags:
+            return found
+        is_unknown = found is None or found is lowering.constrain_to_fake_tensors
+        return _recorded_layouts if is_unknown else found
+
+    return constraint
+
+
+def _recorded_layouts(node: fx.Node, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the arguments of a kernel of PyTorch's own in the layouts of the graph."""
+    recorded, named = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    constrain: Callable[..., tuple[Any, Any]] = lowering.constrain_to_fake_tensors
+    return constrain(arguments, options, recorded, named)
+
+
+_CONSTRAINTS = "maybe_layout_constraints"
+setattr(graph_lowering, _CONSTRAINTS, _in_recorded_layouts(getattr(graph_lowering, _CONSTRAINTS)))
+
+
 def generate_inference(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return the code of a graph without gradients, as a function of a list, which it empties.
 
@@ -386,7 +425,11 @@ def generate_inference(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
             "reorder_for_locality": False,
             "post_grad_custom_post_pass": config.post_grad_custom_post_pass or _DrawnInOrder(),
         }
-        compiled = compile_fx(module, examples, config_patches=patches)
+        _CAPTURED.is_generated = True
+        try:
+            compiled = compile_fx(module, examples, config_patches=patches)
+        finally:
+            _CAPTURED.is_generated = False
     boxed = _taking_a_list(compiled)
     if boxed is not None:
         return boxed

@@ -7,6 +7,7 @@ values only, which occur in the steps that a plan is learned from.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 
 from storm_client.planner.blocks import numbered_layers
 
-__all__ = ["MODEL", "NOWHERE", "Layers", "Place", "layer_name", "modules_inside"]
+__all__ = ["MODEL", "NOWHERE", "Layers", "Place", "Roots", "layer_name", "modules_inside"]
 
 MODEL = "(model)"
 """Name for values that the model's own forward saves, outside of its layers."""
@@ -35,18 +36,34 @@ class Place(NamedTuple):
 NOWHERE: Final = Place("", "")
 
 
+class Roots:
+    """The modules of an Offload, which alone keeps them alive.
+
+    A module may hold a result. That keeps the hooks of its step alive, and all that they know. If
+    this included the module, Python's garbage collector would find neither.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._references = tuple(map(weakref.ref, modules))
+
+    def living(self) -> tuple[torch.nn.Module, ...]:
+        """Return the modules; none after their Offload has been deleted with them."""
+        found = (reference() for reference in self._references)
+        return tuple(module for module in found if module is not None)
+
+
 class Layers:
     """The layers of an Offload's modules."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         """Examine the modules only at the first call of `current`; they may be incomplete now."""
-        self.modules = tuple(modules)
+        self._roots = Roots(modules)
         self._places: dict[int, Place] | None = None
 
     def current(self) -> Place:
         """Return the place of the innermost module whose forward this thread is in."""
         if self._places is None:
-            self._places = _places_inside(self.modules)
+            self._places = _places_inside(self._roots.living())
         if not self._places:
             return NOWHERE
         frame = sys._getframe(1)

@@ -124,6 +124,12 @@ def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Generate code of a graph, unless it takes numbers: generated code would hold their values.
+
+    It does if a step updates its parameters before its last forward pass.
+    """
+    if any(node.meta["val"] is None for node in module.graph.find_nodes(op="placeholder")):
+        return _by_pytorch(module)
     from storm_client.compile.inductor import generate_inference  # loads Inductor
 
     return generate_inference(with_recorded_strides(module))

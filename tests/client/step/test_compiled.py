@@ -92,6 +92,36 @@ def test_generated_code_gives_the_same_bits_with_offload(
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_step_may_update_twice(wrap: Wrap, kind: type[torch.optim.Optimizer]) -> None:
+    """The second forward pass comes after numbers that only a run knows."""
+
+    def run(
+        make: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
+    ) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8)
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(net.parameters(), lr=1e-2, **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def step(x: Tensor) -> Tensor:
+            for _ in range(2):
+                loss = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        call, losses = make(step), []
+        for n in range(4):
+            losses.append(call(seeded("cpu", 4, 8, seed=n)).detach())
+            schedule.step()
+        return [*losses, *everything(net, optimizer, "cpu")]
+
+    assert_identical(run(partial(wrap, codegen="inductor")), run(lambda step: step))
+
+
 class Training:
     """A small step, and all that it changes."""
 
