@@ -175,6 +175,9 @@ def _is_set(name: str) -> bool:
 # --- layouts ------------------------------------------------------------------------------------
 
 
+_UNCACHED = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+
 class _WithLayouts:
     """Compiles the two graphs of a pair such that stored values keep their strides.
 
@@ -185,18 +188,22 @@ class _WithLayouts:
 
     def __init__(self) -> None:
         self._strides: dict[int, tuple[int, ...]] = {}
+        self._chooses = False
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        if options.get("is_backward"):
+        is_backward = options.get("is_backward")
+        if is_backward:
             self._set_strides(gm)
-        elif GraphLowering.decide_layout_opt(gm, is_inference=False):
-            _CHOSEN.strides = self._strides
-            try:
-                with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
-                    return compile_fx_inner(gm, inputs, **options)
-            finally:
-                _CHOSEN.strides = None
-        return compile_fx_inner(gm, inputs, **options)
+        else:
+            self._chooses = GraphLowering.decide_layout_opt(gm, is_inference=False)
+        if not self._chooses:
+            return compile_fx_inner(gm, inputs, **options)
+        _CHOSEN.strides = {} if is_backward else self._strides
+        try:
+            with config.patch({} if is_backward else _UNCACHED):
+                return compile_fx_inner(gm, inputs, **options)
+        finally:
+            _CHOSEN.strides = None
 
     def _set_strides(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=WAIT):
@@ -211,7 +218,7 @@ class _Chosen(threading.local):
 
 
 _CHOSEN = _Chosen()
-"""The layouts of stored values, noted here while a forward graph is compiled."""
+"""The layouts of stored values, noted here while a graph is compiled whose layouts are chosen."""
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,9 +327,14 @@ def _lower_wait(*arguments: Any) -> Any:
 def _lower_materialize(value: Any) -> None:
     """Make Inductor compute a value on its own; the operator itself generates no code.
 
-    In the backward graph it stands for a saved value, which no loop of that graph would make.
+    In the backward graph it stands for a saved value, which no loop of that graph would make. It
+    has the layout that the saved one would have: in another, it would be read in another order.
     """
     value.realize()
+    made = V.graph.current_node.args[0]
+    assert isinstance(made, fx.Node)
+    if _CHOSEN.strides is None and not made.meta["val"]._is_view():
+        _laid_out_as_an_output(value, made)
     if V.graph.is_backward:
         V.graph.no_fuse_buffer_names.add(value.get_name())
 
@@ -390,8 +402,10 @@ def _in_recorded_layouts(original: Callable[[Any], Any]) -> Callable[[Any], Any]
 
     def constraint(target: Any) -> Any:
         found = original(target)
-        is_ours = _CAPTURED.is_generated and target in lowering.fallbacks
-        if not is_ours or torch.Tag.flexible_layout in target.tags:
+        if not _CAPTURED.is_generated or not isinstance(target, torch._ops.OpOverload):
+            return found
+        is_pytorchs = target in lowering.fallbacks or target.overloadpacket in PRODUCTS
+        if not is_pytorchs or torch.Tag.flexible_layout in target.tags:
             return found
         is_unknown = found is None or found is lowering.constrain_to_fake_tensors
         return _recorded_layouts if is_unknown else found

@@ -54,6 +54,31 @@ class Compiled:
         return {row.operation: row.reason for row in rows}
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 1, 2)])
+def test_what_is_recomputed_has_the_layout_that_is_saved(
+    client: storm.Client, full_link: None, order: tuple[int, ...]
+) -> None:
+    """In the layout of what it is made from, products would read it by another kernel."""
+
+    def program(wrap: Wrap) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Linear(24, 24)
+
+        def loss(x: Tensor) -> Tensor:
+            made = functional.relu(net(x).permute(order).contiguous())
+            return made @ made.transpose(-1, -2)
+
+        x = seeded("cpu", 6, 8, 10, 24, grad=True)
+        wrap(loss)(x).square().mean().backward()
+        assert x.grad is not None
+        return [x.grad, *gradients(net)]
+
+    compiled = Compiled(client, budget="least")
+    assert_identical(program(compiled), program(torch.compile))
+    assert "aten.relu.default" in compiled.replayed()
+
+
 @pytest.mark.slow
 def test_what_is_only_moved_is_still_made_by_itself(
     device: str, client: storm.Client, full_link: None
