@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,17 +24,21 @@ from torch.autograd import forward_ad
 from torch.nn._reduction import legacy_get_string
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storm_client.eager.function_modes import Watching
 from storm_client.errors import UsageError
+from storm_client.hook_stack import function_modes
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.log_probabilities import TILE_BYTES, log_probabilities, rows_that_fill
 
 __all__ = [
     "FLOATING",
+    "REDUCTIONS",
     "Options",
     "Targets",
     "check_targets",
     "cross_entropy",
     "in_tiles",
+    "is_index",
     "is_plain",
     "loss_of",
     "of_pytorch",
@@ -43,6 +48,7 @@ IGNORED: Final = -100
 """Marks an ignored target in a column where all others are 0."""
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS: Final = ("mean", "sum", "none")
 _PLAIN: Final = (Tensor, torch.nn.Parameter, Deferred)
 _PROOF_ROWS: Final = 4096
 
@@ -77,7 +83,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     PyTorch's own function computes calls that gain nothing or have no tiles: less than a tile, one
     row without a batch, class probabilities, label smoothing with more than two dimensions, class
     weights on a GPU (where PyTorch rounds a product and its sum at once), invalid arguments, tensor
-    subclasses, forward-mode differentiation, `torch.func` and compiled code.
+    subclasses, forward-mode differentiation, `torch.func`, compiled code and `compile_step`.
 
     Args:
         input: logits (N, C) or (N, C, d1, ...) in float16, bfloat16, float32 or float64, on a CPU
@@ -98,7 +104,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
         UsageError: `dtype` is no floating-point type.
         IndexError: a target on a CPU is neither a class nor `ignore_index`; on a GPU, PyTorch's
             device-side assertion fails.
-        RuntimeError, ValueError: raised by PyTorch's function.
+        RuntimeError, TypeError, ValueError: raised by PyTorch's function.
 
     Example:
         logits = head(hidden).flatten(0, 1)          # (tokens, vocabulary), bfloat16
@@ -106,7 +112,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
         del logits                                    # the gradient reuses its memory
         loss.backward()
     """
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(
             f"dtype is {dtype!r}; a loss needs a floating-point type, as torch.float32"
         )
@@ -133,15 +139,16 @@ class Targets(NamedTuple):
     classes: Tensor
     """int64, of the targets' shape; 0 for targets that do not count."""
     column: Tensor
-    """0 for a valid target, IGNORED for an ignored one, 1 for an invalid one, which nll_loss
-    rejects."""
+    """0 for a valid target, IGNORED for an ignored one. An invalid one is itself, or -1 if it
+    equals IGNORED: nll_loss rejects any of these by its number."""
     ignored: Tensor
 
     @classmethod
     def of(cls, target: Tensor, classes: int, ignore_index: int) -> Targets:
         ignored = target == ignore_index
         index = target.clamp(0, classes - 1)
-        column = (index != target).long().masked_fill_(ignored, IGNORED)
+        column = target.masked_fill(target == IGNORED, -1).masked_fill_(index == target, 0)
+        column = column.masked_fill_(ignored, IGNORED)
         return cls(index.masked_fill_(ignored, 0), column, ignored)
 
 
@@ -160,7 +167,10 @@ def in_tiles(
     check_targets(target, classes, options.ignore_index)
     rows = Targets.of(target, classes, options.ignore_index)
     smoothing = options.label_smoothing > 0
-    picked, sums = log_probabilities(logits, rows.classes, weight, computed, smoothing=smoothing)
+    cast = logits.dtype if dtype is None else dtype
+    picked, sums = log_probabilities(
+        logits, rows.classes, weight, computed, cast=cast, smoothing=smoothing
+    )
     return loss_of(picked, sums, rows, options, classes)
 
 
@@ -173,7 +183,7 @@ def of_pytorch(
 ) -> Tensor:
     """Return what PyTorch's `function` computes, by default the present one."""
     return (function or F.cross_entropy)(
-        logits if dtype is None else logits.to(dtype),
+        logits.to(dtype) if dtype is not None and isinstance(logits, Tensor) else logits,
         target,
         options.weight,
         ignore_index=options.ignore_index,
@@ -184,15 +194,25 @@ def of_pytorch(
 
 def is_plain(*tensors: Tensor | None) -> bool:
     """Return whether PyTorch's eager reverse mode is all that processes the tensors."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_compiling() or _is_step_captured():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
         return False
     if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
         return False
     return all(one is None or type(one) in _PLAIN for one in tensors)
 
 
+def _is_step_captured() -> bool:
+    """Return whether this thread captures a step, where tensors have no content."""
+    modes = function_modes()
+    return any(isinstance(mode, Watching) and mode.is_for_compiled_code for mode in modes)
+
+
 def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None) -> bool:
     """Return whether the arguments are valid for tiles, and take more than a tile."""
+    if logits is None or target is None or not _are_valid(options):
+        return False
     if logits.dim() < 2 or logits.dtype not in FLOATING or target.dtype != torch.int64:
         return False
     if target.shape != logits.shape[:1] + logits.shape[2:] or target.device != logits.device:
@@ -204,6 +224,20 @@ def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dt
     if computed not in FLOATING or logits.numel() * computed.itemsize <= most:
         return False
     return not options.label_smoothing or _has_smooth_tiles(logits, options.label_smoothing)
+
+
+def _are_valid(options: Options) -> bool:
+    """Return whether tiles take these options; PyTorch takes others, or raises its own error."""
+    if not is_index(options.ignore_index) or options.reduction not in REDUCTIONS:
+        return False
+    return isinstance(options.label_smoothing, (int, float))
+
+
+def is_index(value: object) -> bool:
+    """Return whether a value is an integer that fits int64."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return -(1 << 63) <= int(value) < 1 << 63
 
 
 def _has_smooth_tiles(logits: Tensor, smoothing: float) -> bool:
@@ -234,9 +268,10 @@ def _computed_under_autocast(
     dtype: torch.dtype,
     cast: torch.dtype,  # noqa: ARG001 - of which the cache keeps what was found
 ) -> torch.dtype:
-    one = torch.zeros((1, 1), dtype=dtype, device=device)
     seen = _SeenLogSoftmax()  # type: ignore[no-untyped-call]
-    with seen:
+    # In inference mode, and below autograd, a mode is shown the whole loss as one operation.
+    with torch.inference_mode(False), seen:
+        one = torch.zeros((1, 1), dtype=dtype, device=device)
         F.cross_entropy(one, torch.zeros(1, dtype=torch.int64, device=device))
     assert seen.dtype is not None
     return seen.dtype
@@ -289,8 +324,11 @@ def _weighs_products(dtype: torch.dtype, dims: int) -> bool:
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise IndexError for a target that is no class, unless that would wait for a device."""
-    if target.device.type != "cpu":
+    """Raise IndexError for a target that is no class, if its content can be read without a wait.
+
+    Otherwise `nll_loss` rejects the target.
+    """
+    if target.device.type != "cpu" or not is_plain(target):
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if wrong.any():

@@ -7,7 +7,8 @@ of the head's weight is one product for each slice, and needs no sum in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor
 from storm_client.errors import UsageError
 from storm_client.losses.cross_entropy import (
     FLOATING,
+    REDUCTIONS,
     Options,
     Targets,
     check_targets,
+    is_index,
     loss_of,
     of_pytorch,
 )
+from storm_client.losses.once import differentiable_once
 
 __all__ = ["linear_cross_entropy"]
 
@@ -32,7 +36,6 @@ SLICE_BYTES: Final = 128 << 20
 SLICE_COLUMNS: Final = 128
 """The columns of a slice are a multiple of this, for which matrix products run at full speed."""
 
-_REDUCTIONS: Final = ("mean", "sum", "none")
 _NEEDED: Final = ("hidden", "weight", "target")
 
 
@@ -74,7 +77,7 @@ def linear_cross_entropy(
         A scalar, or with "none" a loss for each target, in float32 (float64).
 
     Raises:
-        UsageError: shapes, types or devices that do not match, or an unknown reduction.
+        UsageError: shapes, types or devices that do not match, or an option that is invalid.
         IndexError: as `cross_entropy`.
         RuntimeError: a second derivative is requested, which is not supported.
 
@@ -144,23 +147,30 @@ class _HeadLogProbabilities(torch.autograd.Function):
         return picked - largest - log_total, sums if smoothing else None
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_picked.device.type, enabled=False):
-            return (*_head_gradients(ctx, grad_picked, grad_sums), None, None, None)
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad
+        with torch.no_grad(), torch.autocast(grad_picked.device.type, enabled=False):
+            gradients = _head_gradients(saved, wanted, grad_picked, grad_sums)
+        sources = (*saved[:3], grad_picked, grad_sums)
+        return (*differentiable_once(gradients, *sources, message=_NOT_TWICE), None, None, None)
+
+
+_NOT_TWICE: Final = (
+    "a second derivative of linear_cross_entropy() is not supported; compute the logits and pass "
+    "them to storm.cross_entropy(), which has one"
+)
 
 
 def _head_gradients(
-    ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
+    saved: Sequence[Any], wanted: Sequence[bool], grad_picked: Tensor, grad_sums: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, head and bias; None for those that are not needed."""
-    hidden, head, bias, index, weight, largest, log_total = ctx.saved_tensors
+    """Return the gradients of hidden, head and bias; None for those that are not wanted."""
+    hidden, head, bias, index, weight, largest, log_total = saved
     of_row = grad_picked  # the sum of the gradient of a row's log-probabilities
     if grad_sums is not None:
         of_row = of_row + grad_sums * _weight_of_all(head, weight)
-    wanted = ctx.needs_input_grad
     of_hidden = torch.zeros_like(hidden, dtype=largest.dtype) if wanted[0] else None
     of_head = head.new_empty(head.shape) if wanted[1] else None
     of_bias = head.new_empty(len(head)) if wanted[2] else None
@@ -243,6 +253,7 @@ def _check(
     for name, one in {**tensors, "class_weight": class_weight}.items():
         if not isinstance(one, Tensor) and (one is not None or name in _NEEDED):
             raise UsageError(f"linear_cross_entropy() got {one!r} as {name}: pass a tensor")
+    _check_options(options)
     classes = weight.shape[:1]
     wrong = [
         (hidden.dim() < 1 or hidden.dtype not in FLOATING, "hidden must be (..., D), floating"),
@@ -253,8 +264,6 @@ def _check(
         (bias is not None and bias.shape != classes, "bias must be (C)"),
         (class_weight is not None and class_weight.shape != classes, "class_weight must be (C)"),
         (class_weight is not None and class_weight.requires_grad, "class_weight takes no gradient"),
-        (not 0 <= options.label_smoothing <= 1, "label_smoothing must be 0.0 to 1.0"),
-        (options.reduction not in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}"),
         (_differ(hidden, weight, bias), "hidden, weight and bias must be of one type"),
     ]
     given = [one for one in (hidden, weight, target, bias, class_weight) if one is not None]
@@ -266,8 +275,26 @@ def _check(
                 for name, one in (*tensors.items(), ("class_weight", class_weight))
                 if one is not None
             )
-            chosen = f"reduction {options.reduction!r}, label_smoothing {options.label_smoothing!r}"
-            raise UsageError(f"linear_cross_entropy() got {shapes}, {chosen}: {wanted}")
+            raise UsageError(f"linear_cross_entropy() got {shapes}: {wanted}")
+
+
+def _check_options(options: Options) -> None:
+    """Raise UsageError for an option that is invalid whatever the tensors are."""
+    smoothing = options.label_smoothing
+    valid = {
+        "ignore_index": (is_index(options.ignore_index), "an integer that fits int64"),
+        "reduction": (options.reduction in REDUCTIONS, f"one of {REDUCTIONS}"),
+        "label_smoothing": (
+            isinstance(smoothing, Real) and 0 <= smoothing <= 1,
+            "a number from 0.0 to 1.0",
+        ),
+    }
+    for name, (is_valid, accepted) in valid.items():
+        if not is_valid:
+            given = getattr(options, name)
+            raise UsageError(
+                f"linear_cross_entropy() got {name}={given!r}: {name} must be {accepted}"
+            )
 
 
 def _differ(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from storm_client.losses.deferred import ADVICE, USE, Deferred, Root, Watch
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
+from storm_client.losses.once import differentiable_once, follower
 from storm_client.losses.sole_holder import is_held_by_graph_alone, keeper_of
 
 __all__ = ["TILE_BYTES", "log_probabilities", "rows_that_fill"]
@@ -28,6 +29,8 @@ without tiles; this place decides in which order PyTorch adds."""
 
 _CONTIGUOUS: Final = torch.contiguous_format
 
+_NOT_TWICE: Final = f"a second derivative by way of float() of logits is not supported; {ADVICE}"
+
 
 def log_probabilities(
     logits: Tensor,
@@ -35,6 +38,7 @@ def log_probabilities(
     weight: Tensor | None,
     dtype: torch.dtype,
     *,
+    cast: torch.dtype,
     smoothing: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the targets' log-probabilities (N, ...) and, with `smoothing`, rows' sums of all (N).
@@ -44,41 +48,51 @@ def log_probabilities(
         index: a class for each target (N, ...), int64.
         weight: of each class (C), for the sums.
         dtype: type of the log-probabilities.
+        cast: type to which logits are rounded before they are converted to `dtype`, and their
+            gradient after it was computed in `dtype`.
         smoothing: whether to return sums.
     """
-    half, watch = None, None
+    half, deferred = None, None
     if isinstance(logits, Deferred):
-        half, watch = logits.half_precision(), logits.root.watch
+        # The gradient of a deferred tensor is float32: other types would be rounded to that first.
+        half = logits.half_precision() if dtype == cast == logits.dtype else None
         if half is None:
-            logits, watch = logits.materialize(), None
+            logits = logits.materialize()
         else:  # an alias that nothing else holds, so that holders of the other can be counted
             half = half.detach()
-    tiles = Tiles.of(logits if half is None else half, dtype, smoothing)
+            deferred = _DeferredInput(logits.root.watch, follower(logits, _NOT_TWICE))
+    tiles = Tiles.of(logits if half is None else half, cast, dtype, smoothing)
+    given = _Given(half, deferred, index, weight, tiles)
     apply: Any = _LogProbabilities.apply
-    found: tuple[Tensor, Tensor | None] = apply(logits, _Given(half, watch, index, weight, tiles))
+    found: tuple[Tensor, Tensor | None] = apply(logits, given)
     return found
 
 
 class Tiles(NamedTuple):
-    """How logits are divided: rows per tile, type of log-probabilities, and whether to sum rows."""
+    """How logits are divided: rows per tile, types of their numbers, and whether to sum rows."""
 
     rows: int
     least: int
     """A last tile with fewer rows is merged into the one before."""
+    cast: torch.dtype
+    """Type to which a tile's logits, and their gradient, are rounded."""
     dtype: torch.dtype
+    """Type of the log-probabilities. It differs from `cast` under autocast."""
     smoothing: bool
     kernels: Kernels = NO_KERNELS
     """Kernels that do a part of the work instead, on all rows at once."""
 
     @classmethod
-    def of(cls, logits: Tensor, dtype: torch.dtype, smoothing: bool) -> Tiles:
+    def of(cls, logits: Tensor, cast: torch.dtype, dtype: torch.dtype, smoothing: bool) -> Tiles:
         rows = max(1, TILE_BYTES[logits.device.type] // (logits[0].numel() * dtype.itemsize))
         if logits.dim() > 2:
-            return cls(rows, 1, dtype, smoothing)
+            return cls(rows, 1, cast, dtype, smoothing)
         least = rows_that_fill(logits.device) if smoothing and logits.is_cuda else TILE_ROWS
         rows = max(least, rows // TILE_ROWS * TILE_ROWS)
-        kernels = NO_KERNELS if smoothing else kernels_for(logits, dtype)
-        return cls(rows, least, dtype, smoothing, kernels)
+        # The kernels read logits, and write their gradient, in one type.
+        has_kernels = not smoothing and cast in (logits.dtype, dtype)
+        kernels = kernels_for(logits, dtype) if has_kernels else NO_KERNELS
+        return cls(rows, least, cast, dtype, smoothing, kernels)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
         """Yield the begin and end of each tile.
@@ -105,12 +119,20 @@ def rows_that_fill(device: torch.device) -> int:
     return (blocks // TILE_ROWS + 1) * TILE_ROWS
 
 
+class _DeferredInput(NamedTuple):
+    """What the backward pass needs to know of deferred logits."""
+
+    watch: Watch
+    follower: Tensor
+    """Follows the logits in the graph."""
+
+
 class _Given(NamedTuple):
     """Inputs of a forward pass besides the tensor that represents the logits in the graph."""
 
     half: Tensor | None
     """The half-precision logits, if the logits are deferred."""
-    watch: Watch | None
+    deferred: _DeferredInput | None
     classes: Tensor
     """The class of each target."""
     weight: Tensor | None
@@ -129,24 +151,27 @@ class _LogProbabilities(torch.autograd.Function):
         else:
             picked, sums, statistics = _forward_by_tiles(logits, index, weight, tiles)
         ctx.save_for_backward(logits, index, weight, *statistics)
-        ctx.tiles, ctx.watch = tiles, given.watch
+        ctx.tiles, ctx.deferred = tiles, given.deferred
         return picked, sums
 
     @staticmethod
     def backward(
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
-    ) -> tuple[Tensor | None, None]:
+    ) -> tuple[Tensor | None, ...]:
         USE.differentiates_twice |= torch.is_grad_enabled()
         keeper = keeper_of(ctx)
         saved = _saved(ctx)
-        own = is_held_by_graph_alone(saved, keeper, aliased=ctx.watch is not None)
+        own = is_held_by_graph_alone(saved, keeper, aliased=ctx.deferred is not None)
         logits, index, weight, *statistics = saved
         tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
-        if ctx.watch is None:  # a gradient with a graph keeps all its tensors
+        if ctx.deferred is None:  # a gradient with a graph keeps all its tensors
             found = gradient.with_graph() if torch.is_grad_enabled() else gradient.half_precision()
-        elif torch.is_grad_enabled() or ctx.watch.is_on:
-            found = _differentiable_once(gradient.full_precision())
+        elif torch.is_grad_enabled() or ctx.deferred.watch.is_on:
+            with torch.no_grad():
+                full = gradient.full_precision()
+            sources = (ctx.deferred.follower, grad_picked, grad_sums)
+            return (*differentiable_once([full], *sources, message=_NOT_TWICE), None)
         else:
             like = torch.empty(logits.shape, dtype=tiles.dtype, device="meta")
             found = Deferred.of(gradient, like, logits.device)
@@ -195,9 +220,7 @@ class _Gradient(Root):
 
     def with_graph(self) -> Tensor:
         """Return the gradient with a graph of its own, in the logits' type."""
-        return _softmax_gradient(self._logits, self._spread, self._tiles.dtype).to(
-            self._logits.dtype
-        )
+        return _softmax_gradient(self._logits, self._spread, self._tiles).to(self._logits.dtype)
 
     def half_precision(self) -> Tensor:
         """Return the gradient in the logits' type, in their memory if that may be overwritten."""
@@ -225,7 +248,7 @@ class _Gradient(Root):
         logits, tiles = self._logits, self._tiles
         for begin, end in tiles.spans(len(logits)):
             part = self._spread.part(begin, end)
-            found[begin:end] = _softmax_gradient(logits[begin:end], part, tiles.dtype)
+            found[begin:end] = _softmax_gradient(logits[begin:end], part, tiles)
 
     def _check(self) -> None:
         if self._has_overwritten_logits:
@@ -236,16 +259,6 @@ def _contiguous_like(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(logits, dtype=dtype, memory_format=_CONTIGUOUS)
 
 
-def _differentiable_once(gradient: Tensor) -> Tensor:
-    """Return a gradient without a graph of its own; differentiating it raises an error."""
-    if not torch.is_grad_enabled():
-        return gradient
-    message = f"a second derivative by way of float() of logits is not supported; {ADVICE}"
-    delayed: Any = torch._C._functions.DelayedError(message, 1)
-    found: Tensor = delayed(gradient.detach().requires_grad_())
-    return found
-
-
 _Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
 """The targets' log-probabilities, all rows' sums of them, and inputs of the backward kernel."""
 
@@ -254,7 +267,7 @@ def _forward_by_tiles(logits: Tensor, index: Tensor, weight: Tensor | None, tile
     index = index.unsqueeze(1)
     picked, sums, statistics = [], [], []
     for begin, end in tiles.spans(len(logits)):
-        log_probs = _log_softmax(logits[begin:end], tiles.dtype)
+        log_probs = _log_softmax(logits[begin:end], tiles)
         picked.append(log_probs.gather(1, index[begin:end]).squeeze(1))
         if tiles.smoothing:
             sums.append((log_probs if weight is None else log_probs * weight).sum(1))
@@ -297,13 +310,17 @@ class _Spread(NamedTuple):
         return spread.add_((sums if self.weight is None else sums * self.weight).to(spread.dtype))
 
 
-def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+def _log_softmax(logits: Tensor, tiles: Tiles) -> Tensor:
+    dtype = tiles.dtype
+    if tiles.cast != dtype:
+        logits = logits.to(tiles.cast)
     if logits.dtype != dtype or not logits.is_contiguous():
         logits = logits.to(dtype, copy=True, memory_format=_CONTIGUOUS)
     return torch.log_softmax(logits, 1, dtype=dtype)  # autocast does not change a given type
 
 
-def _softmax_gradient(logits: Tensor, spread: _Spread, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of logits, in the type of the log-probabilities."""
-    log_probs = _log_softmax(logits, dtype)
-    return torch._log_softmax_backward_data(spread.over(log_probs), log_probs, 1, dtype)
+def _softmax_gradient(logits: Tensor, spread: _Spread, tiles: Tiles) -> Tensor:
+    """Return the gradient of logits, rounded to the type that they are cast to."""
+    log_probs, dtype = _log_softmax(logits, tiles), tiles.dtype
+    gradient = torch._log_softmax_backward_data(spread.over(log_probs), log_probs, 1, dtype)
+    return gradient.to(tiles.cast)

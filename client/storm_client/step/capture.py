@@ -57,7 +57,7 @@ def capture(
         recording.input_for(tensor, number)
     with _ONE_AT_A_TIME, ExitStack() as stack:
         tables, draws = Tables(captured), Draws()
-        draws.check_function(step, leaves)
+        draws.check_step(step, leaves)
         stack.callback(tables.put_back)
         stack.enter_context(recording.generators)
         for value in (*variables_of_type(step, torch.Generator), *leaves):

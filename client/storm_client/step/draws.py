@@ -1,8 +1,9 @@
 """Detects a step that takes numbers from outside PyTorch, which it would do only at its capture.
 
 Draws from Python's generators are detected in any function that the step calls. Draws from NumPy's
-cannot be. So the states of its global generator, and of those that the step, modules or their
-`forward` read, are compared. An iterator among these variables is always refused.
+cannot be. So the states of its global generator, and of those that `reachable.py` finds, are
+compared. An iterator has no state to compare. So it is always refused in what the step reads, and
+in the attributes of a module that the step calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from torch import nn
 
 from storm_client.errors import UsageError
 from storm_client.hook_stack import untraced
-from storm_client.step.variables import generator_state, generator_states, is_iterator
+from storm_client.step.reachable import (
+    NumPyGenerator,
+    generator_of,
+    is_iterator,
+    reachable_from,
+    reachable_from_module,
+    state_of,
+)
+from storm_client.step.variables import ARGUMENT, CONTENT_BYTES, compared_variables, names_read
 
 __all__ = ["Draws"]
 
@@ -37,40 +46,86 @@ class Draws:
     def __init__(self) -> None:
         """Note the state of NumPy's global generator."""
         self._error: UsageError | None = None
-        self._objects = [("numpy.random", np.random, generator_state(np.random))]
-        """Generators with their names and states."""
-        self._functions: list[tuple[Callable[..., Any], Sequence[object], dict[str, Any]]] = []
-        """Functions with their arguments, and the states of generators among their variables."""
-        self._seen: set[object] = set()
+        self._generators: dict[int, tuple[str, NumPyGenerator, str]] = {}
+        """Generators with their names and states, by id."""
+        self._modules: dict[int, nn.Module] = {}
+        """The modules whose attributes were looked at, by id."""
+        self._iterators: dict[int, str] = {}
+        """The name of an iterator in a module's attributes, by the module's id."""
+        self._functions: set[object] = set()
+        """The `forward` functions whose variables were looked at."""
+        self._note_generator("numpy.random", np.random)
 
-    def check_module(self, module: nn.Module) -> None:
-        """Look at the attributes of a called module, and at the variables of its `forward`."""
-        kind = type(module).__name__
-        for name, value in module.__dict__.items():
-            if is_iterator(value):
-                raise UsageError(
-                    f"the module {kind} has an iterator as its attribute {name!r}, and would take "
-                    "from it only when the step is captured; take what comes next outside, and "
-                    "pass it as an argument"
-                )
-            if (state := generator_state(value)) is not None:
-                self._objects.append((f"{kind}.{name}", value, state))
-        forward = module.forward
-        function = getattr(forward, "__func__", forward)
-        if function not in self._seen:
-            self._seen.add(function)
-            self.check_function(forward)
-
-    def check_function(
-        self, function: Callable[..., Any], arguments: Sequence[object] = ()
-    ) -> None:
-        """Look at the variables that a function reads.
+    def check_step(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
+        """Look at the variables that a step reads, and note all generators before it runs.
 
         Raises:
             UsageError: there is an iterator among them, or a large array among `arguments`.
         """
-        if states := generator_states(function, arguments):
-            self._functions.append((function, arguments, states))
+        for name, value in compared_variables(step, arguments):
+            is_array = isinstance(value, np.ndarray) and value.nbytes > CONTENT_BYTES
+            if is_array and name.startswith(ARGUMENT):
+                raise UsageError(
+                    f"the step gets an array of NumPy's of shape {value.shape}, which would be "
+                    "read only when it is captured; pass torch.from_numpy(array)"
+                )
+        self._check_variables(step, arguments)
+
+    def check_module(self, module: nn.Module) -> None:
+        """Look at the attributes of a module to be called, and at the variables of its `forward`.
+
+        Raises:
+            UsageError: there is an iterator among them.
+        """
+        self._note_modules(module)
+        if id(module) in self._iterators:
+            raise _holds_iterator(module, self._iterators[id(module)])
+        function = getattr(module.forward, "__func__", module.forward)
+        if function not in self._functions:
+            self._functions.add(function)
+            self._check_variables(module.forward)
+
+    def _check_variables(
+        self, function: Callable[..., Any], arguments: Sequence[object] = ()
+    ) -> None:
+        for name, value in reachable_from(function, arguments):
+            if is_iterator(value):
+                raise UsageError(
+                    f"the step has an iterator as its variable {name!r}, and would take from it "
+                    "only when it is captured; take what comes next outside, and pass it as an "
+                    "argument"
+                )
+            if isinstance(value, nn.Module):
+                self._note_modules(value, names_read(function))
+            self._note_generator(name, value)
+
+    def _note_modules(self, module: nn.Module, names: Sequence[str] = ()) -> None:
+        """Note the generators of a module and its submodules, and which of them hold iterators.
+
+        Raises:
+            UsageError: an attribute among `names`, which the step reads, holds an iterator.
+        """
+        if id(module) in self._modules:
+            return
+        for one in module.modules():
+            if id(one) not in self._modules:
+                self._modules[id(one)] = one
+                self._note_attributes(one, names)
+
+    def _note_attributes(self, module: nn.Module, names: Sequence[str]) -> None:
+        for key, name, value in reachable_from_module(module, names):
+            if is_iterator(value):
+                if key in names:
+                    raise _holds_iterator(module, name)
+                self._iterators.setdefault(id(module), name)
+            if isinstance(value, nn.Module):
+                self._note_modules(value, names)
+            self._note_generator(f"{type(module).__name__}.{name}", value)
+
+    def _note_generator(self, name: str, value: object) -> None:
+        generator = generator_of(value)
+        if generator is not None and id(generator) not in self._generators:
+            self._generators[id(generator)] = name, generator, state_of(generator)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -102,14 +157,17 @@ class Draws:
         """Raise UsageError if anything has been drawn."""
         if self._error is not None:
             raise self._error
-        for name, value, before in self._objects:
-            if generator_state(value) != before:
+        for name, generator, before in self._generators.values():
+            if state_of(generator) != before:
                 raise _draws(repr(name))
-        for function, arguments, states in self._functions:
-            now = generator_states(function, arguments)
-            for name, state in states.items():
-                if now.get(name) != state:
-                    raise _draws(repr(name))
+
+
+def _holds_iterator(module: nn.Module, name: str) -> UsageError:
+    return UsageError(
+        f"the module {type(module).__name__} has an iterator as its attribute {name!r}, and would "
+        "take from it only when the step is captured; take what comes next outside, and pass it as "
+        "an argument"
+    )
 
 
 def _draws(where: str) -> UsageError:

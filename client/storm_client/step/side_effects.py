@@ -19,7 +19,14 @@ from torch.optim.optimizer import Optimizer
 
 from storm_client.errors import UsageError
 from storm_client.step.recording import is_of_a_capture
-from storm_client.step.variables import PLAIN, compared_variables, is_pytorchs, variables
+from storm_client.step.variables import (
+    CONTAINERS,
+    PLAIN,
+    compared_variables,
+    contents,
+    is_pytorchs,
+    variables,
+)
 
 __all__ = ["Objects"]
 
@@ -87,15 +94,11 @@ class Objects:
 
 
 def _held(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"{name}[{key!r:.40}]", one) for key, one in dict.items(value))
-    elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
-    else:
-        table = _table_of(value)
-        if table is not None:
-            yield f"{name}.__dict__", table
-            yield from ((f"{name}.{key}", one) for key, one in table.items())
+    if isinstance(value, CONTAINERS):
+        yield from contents(name, value)
+    elif (table := _table_of(value)) is not None:
+        yield f"{name}.__dict__", table
+        yield from ((f"{name}.{key}", one) for key, one in table.items())
 
 
 def _values(value: object) -> list[Any]:

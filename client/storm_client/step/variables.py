@@ -7,7 +7,6 @@ counts as another.
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +20,23 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from storm_client.errors import UsageError
-
 __all__ = [
+    "ARGUMENT",
+    "CONTAINERS",
+    "CONTENT_BYTES",
     "NO_STATE",
     "PLAIN",
     "are_plain",
     "attributes",
     "compared_variables",
-    "generator_state",
-    "generator_states",
+    "contents",
     "identified",
-    "is_iterator",
     "is_pytorchs",
     "is_value",
+    "names_read",
     "of_optimizer",
+    "own_attributes",
+    "stored_attributes",
     "variables",
     "variables_of_type",
 ]
@@ -103,31 +104,6 @@ def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
     return {name: identified(value) for name, value in compared_variables(step, arguments)}
 
 
-def generator_states(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
-    """Return the positions of NumPy's random generators among a function's variables.
-
-    Raises:
-        UsageError: one of the variables is an iterator, or an argument is a large array.
-    """
-    found: dict[str, Any] = {}
-    for name, value in compared_variables(step, arguments):
-        if is_iterator(value):
-            raise UsageError(
-                f"the step has an iterator as its variable {name!r}, and would take from it only "
-                "when it is captured; take what comes next outside, and pass it as an argument"
-            )
-        is_array = isinstance(value, np.ndarray) and value.nbytes > CONTENT_BYTES
-        if is_array and name.startswith(_ARGUMENT):
-            raise UsageError(
-                f"the step gets an array of NumPy's of shape {value.shape}, which would be read "
-                "only when it is captured; pass torch.from_numpy(array)"
-            )
-        state = generator_state(value)
-        if state is not None:
-            found[name] = state
-    return found
-
-
 def variables_of_type(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
     """Return those of a function's variables and object's attributes that are of type `kind`."""
     found: list[Any] = list(_of_partials(step))
@@ -163,23 +139,28 @@ def compared_variables(
     step: Callable[..., Any], arguments: Sequence[object]
 ) -> Iterator[tuple[str, Any]]:
     """Yield all variables and arguments of a function that are compared, with their names."""
-    functions = list(_functions(step))
-    for number, (function, owner) in enumerate(functions):
+    for number, (function, owner) in enumerate(_functions(step)):
         before = "decorated: " * number
         names = _names(function)
         for name, value in _surrounding(function, owner):
             yield from _look_at(before + name, value, names)
         for name, value in _defaults(function):
             yield f"{before}default {name}", value
-    names = [name for function, _ in functions for name in _names(function)]
+    names = names_read(step)
     for number, value in enumerate(_of_partials(step)):
-        yield from _look_at(f"{_ARGUMENT} {number} of the partial", value, names)
+        yield from _look_at(f"{ARGUMENT} {number} of the partial", value, names)
     for number, value in enumerate(arguments):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
-            yield from _look_at(f"{_ARGUMENT} {number}", value, names)
+            yield from _look_at(f"{ARGUMENT} {number}", value, names)
 
 
-_ARGUMENT = "argument"
+ARGUMENT = "argument"
+"""The names of a step's arguments begin with this."""
+
+
+def names_read(step: Callable[..., Any]) -> list[str]:
+    """Return the names that a step's own code may read, of variables and of attributes."""
+    return [name for function, _ in _functions(step) for name in _names(function)]
 
 
 def _of_partials(step: object) -> Iterator[Any]:
@@ -227,7 +208,7 @@ _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 def _look_at(name: str, value: object, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield a variable, and those of its attributes that are among `names`."""
     yield name, value
-    if isinstance(value, (nn.Module, Optimizer, torch.Tensor, *PLAIN, *_CONTAINERS)):
+    if isinstance(value, (nn.Module, Optimizer, torch.Tensor, *PLAIN, *CONTAINERS)):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType)) or is_pytorchs(value):
         return
@@ -250,16 +231,30 @@ def _attribute(owner: object, name: str) -> Any:
 
     Of modules and classes, only plain values and containers are returned.
     """
+    found, is_value = _stored(owner, name)
+    return found if is_value or isinstance(found, (*PLAIN, *CONTAINERS)) else _MISSING
+
+
+def _stored(owner: object, name: str) -> tuple[Any, bool]:
+    """Return an attribute without running code, and whether it is an object's own value."""
     table = getattr(owner, "__dict__", None)
     if type(table) is dict and name in table:
-        found = table[name]
-        is_value = not isinstance(owner, ModuleType)
-    else:
-        found = _of_class(owner if isinstance(owner, type) else type(owner), name)
-        if isinstance(found, MemberDescriptorType):  # one of __slots__
-            return getattr(owner, name, _MISSING)
-        is_value = False
-    return found if is_value or isinstance(found, (*PLAIN, *_CONTAINERS)) else _MISSING
+        return table[name], not isinstance(owner, ModuleType)
+    found = _of_class(owner if isinstance(owner, type) else type(owner), name)
+    if isinstance(found, MemberDescriptorType):  # one of __slots__
+        return getattr(owner, name, _MISSING), True
+    return found, False
+
+
+def stored_attributes(owner: object, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield those of an object's attributes that are among `names`, without running code.
+
+    Of properties, the attributes that their code names are yielded.
+    """
+    for name in dict.fromkeys((*names, *_of_properties(owner, names))):
+        found, _ = _stored(owner, name)
+        if found is not _MISSING:
+            yield name, found
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -278,23 +273,6 @@ def is_pytorchs(value: object) -> bool:
     return name.split(".")[0] in ("torch", "builtins")
 
 
-def is_iterator(value: object) -> bool:
-    """Return whether a value is an iterator, which gives another item at each request."""
-    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, type))
-
-
-def generator_state(value: object) -> Any:
-    """Return the state of a NumPy generator, or of the one that a method belongs to; else None."""
-    owner = getattr(value, "__self__", value) if callable(value) else value
-    if owner is np or owner is np.random:
-        owner = np.random.mtrand._rand
-    if isinstance(owner, np.random.RandomState):
-        return repr(owner.get_state())
-    if isinstance(owner, np.random.Generator):
-        return repr(owner.bit_generator.state)
-    return None
-
-
 _MISSING = object()
 
 
@@ -304,13 +282,18 @@ _EVERY_MODULES = frozenset(nn.Module().__dict__)
 """Attributes that every module has: its tables, which are compared one by one, and its mode."""
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, such as a dropout's probability; tensors have slots instead."""
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes except tensors, which have slots, and the module's tables."""
     return {
-        key: identified(value)
+        key: value
         for key, value in module.__dict__.items()
         if key not in _EVERY_MODULES and not isinstance(value, torch.Tensor)
     }
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, such as a dropout's probability, in comparable form."""
+    return {key: identified(value) for key, value in own_attributes(module).items()}
 
 
 def are_plain(module: nn.Module) -> bool:
@@ -348,7 +331,7 @@ def of_optimizer(optimizer: Optimizer) -> dict[tuple[Any, str], Any]:
 
 # --- of values ----------------------------------------------------------------------------------
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
 
 
 def identified(value: object) -> Any:
@@ -364,6 +347,14 @@ def identified(value: object) -> Any:
     if isinstance(value, (set, frozenset)):
         return type(value), _members(value)
     return type(value), list(map(_alone, value))
+
+
+def contents(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Yield what a dict, list, tuple, set or deque called `name` holds, each with a name."""
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r:.40}]", one) for key, one in dict.items(value))
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
 
 
 def is_value(value: object) -> bool:

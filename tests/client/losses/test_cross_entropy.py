@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import storm_client as storm
@@ -17,6 +18,7 @@ import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.errors import UsageError
+from storm_client.losses import cross_entropy as losses
 from support.peak_memory import peak_bytes
 from support.same_bits import compare, same, set_tiles
 from torch import Tensor
@@ -210,8 +212,8 @@ def test_logits_in_any_layout_have_pytorchs_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("upcast", [None, torch.float32])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("upcast", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_autocast_does_what_it_does_with_pytorchs(
     device: str, dtype: torch.dtype, given: torch.dtype, upcast: torch.dtype | None
 ) -> None:
@@ -220,11 +222,61 @@ def test_autocast_does_what_it_does_with_pytorchs(
     with torch.autocast(device, dtype=dtype):
         compare(logits, target, dtype=upcast)
         compare(logits, target, dtype=upcast, label_smoothing=0.1)
-        compare(logits, target, dtype=upcast, weight=weight, reduction="none")
+        if given != torch.float64 or upcast is not None:  # PyTorch takes no float32 weight then
+            compare(logits, target, dtype=upcast, weight=weight, reduction="none")
+        for layout in (logits.detach().t().contiguous().t(), logits.detach()[:, 3:]):
+            compare(layout, target.clamp(max=890), dtype=upcast)
+        images = logits.detach().unflatten(1, (300, 3))
+        compare(images, target.clamp(max=299)[:, None].expand(40, 3), dtype=upcast, reduction="sum")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_gradient_with_a_graph_is_rounded_as_autocasts(smoothing: float) -> None:
+    logits, target = make(40, 900)
+    logits.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.cross_entropy(logits.to(torch.float16), target, label_smoothing=smoothing)
+        options: dict[str, Any] = {"dtype": torch.float16, "label_smoothing": smoothing}
+        found = storm.cross_entropy(logits, target, **options)
+        first, ours = (
+            torch.autograd.grad(loss, logits, create_graph=True)[0] for loss in (expected, found)
+        )
+    assert same(ours.detach(), first.detach())
+    assert ours.grad_fn is not None
+
+
+@pytest.fixture
+def _asks_anew() -> Iterator[None]:
+    losses._computed_under_autocast.cache_clear()
+    yield
+    losses._computed_under_autocast.cache_clear()
+
+
+@torch.library.custom_op("storm_tests::below_autograd", mutates_args=())
+def below_autograd(logits: Tensor, target: Tensor) -> Tensor:
+    """Compute a loss where autograd's and autocast's dispatch are over."""
+    return storm.cross_entropy(logits, target)
+
+
+@pytest.mark.usefixtures("_asks_anew")
+@pytest.mark.parametrize("mode", ["inference", "no_grad", "grad", "custom operation"])
+def test_autocasts_type_is_found_in_whichever_mode_asks_first(mode: str) -> None:
+    logits, target = make(40, 900, torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.cross_entropy(logits, target)
+        if mode == "custom operation":
+            assert same(below_autograd(logits, target), expected)
+        else:
+            with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
+                assert same(storm.cross_entropy(logits, target), expected)
+                assert torch.is_inference_mode_enabled() is (mode == "inference")
+        with torch.inference_mode():
+            assert same(storm.cross_entropy(logits, target), expected)
+        compare(logits, target)
 
 
 def _error(fn: Callable[..., Tensor], *args: Any, **options: Any) -> tuple[type, str]:
-    with pytest.raises((IndexError, RuntimeError, ValueError)) as caught:
+    with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)) as caught:
         fn(*args, **options)
     return caught.type, str(caught.value)
 
@@ -244,17 +296,57 @@ def _error(fn: Callable[..., Tensor], *args: Any, **options: Any) -> tuple[type,
         (torch.zeros(40, dtype=torch.long), {"weight": torch.ones(900).requires_grad_()}),
         (torch.zeros(40, dtype=torch.long), {"label_smoothing": 1.5}),
         (torch.zeros(40, dtype=torch.long), {"reduction": "average"}),
+        (torch.zeros(40, dtype=torch.long), {"reduction": None}),
+        (torch.zeros(40, dtype=torch.long), {"ignore_index": 1.5}),
+        (torch.zeros(40, dtype=torch.long), {"ignore_index": None}),
+        (torch.zeros(40, dtype=torch.long), {"ignore_index": True}),
+        (torch.zeros(40, dtype=torch.long), {"ignore_index": 1 << 63}),
+        (torch.zeros(40, dtype=torch.long), {"label_smoothing": "a"}),
+        (torch.zeros(40, dtype=torch.long), {"label_smoothing": None}),
+        (None, {}),
     ],
 )
-def test_errors_are_pytorchs(target: Tensor, options: dict[str, Any]) -> None:
+def test_errors_are_pytorchs(target: Tensor | None, options: dict[str, Any]) -> None:
     logits = torch.randn(40, 900)
     expected = _error(F.cross_entropy, logits, target, **options)
     assert _error(storm.cross_entropy, logits, target, **options) == expected
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("logits", [None, np.ones((40, 900))], ids=["none", "array"])
+def test_logits_that_are_no_tensor_are_pytorchs_error(
+    logits: Any, dtype: torch.dtype | None
+) -> None:
+    target = torch.zeros(40, dtype=torch.long)
+    expected = _error(F.cross_entropy, logits, target)
+    assert _error(storm.cross_entropy, logits, target, dtype=dtype) == expected
+
+
+def test_options_may_have_any_type_that_pytorch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, target = make(40, 900, torch.float64, ignored=0)
+    compare(logits, target, ignore_index=torch.tensor(5))
+    for smoothing in (1, True, np.float64(0.1), np.float32(0.1), torch.tensor(0.1)):
+        compare(logits, target, label_smoothing=smoothing)
+    compare(logits, target, ignore_index=np.int64(5))
+    with calls_of_pytorch(monkeypatch) as calls:
+        storm.cross_entropy(logits, target, ignore_index=np.int64(5))
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:reduction='elementwise_mean' is deprecated")
+def test_the_deprecated_name_of_the_mean_is_pytorchs() -> None:
+    logits, target = make(40, 900)
+    for options in ({}, {"label_smoothing": 0.1}, {"weight": torch.rand(900)}):
+        compare(logits, target, reduction="elementwise_mean", **options)
+
+
 def test_a_type_that_is_no_number_of_a_loss_is_refused() -> None:
     other: Any
-    for other, told in ((torch.int32, r"torch\.int32"), ("float32", "'float32'")):
+    for other, told in (
+        (torch.int32, r"torch\.int32"),
+        ("float32", "'float32'"),
+        (torch.ones(()), r"tensor\(1\.\)"),
+    ):
         with pytest.raises(UsageError, match=f"dtype is {told}; .* as torch.float32"):
             storm.cross_entropy(*make(4, 5), dtype=other)
 
@@ -415,6 +507,32 @@ def test_compilers_and_transforms_have_pytorchs_own() -> None:
     )
     _, tangent = torch.func.jvp(loss, (logits,), (torch.ones_like(logits),))
     assert tangent.shape == ()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_captured_step_has_pytorchs_own(client: storm.Client, computed: bool) -> None:
+    """Whether its logits are computed in the step, or are a parameter."""
+    start, target = make(40, 900)
+
+    def trained(codegen: str | None) -> tuple[Tensor, Tensor]:
+        logits = start.clone().requires_grad_()
+        optimizer = torch.optim.SGD([logits], lr=0.1)
+
+        def step(target: Tensor) -> Tensor:
+            loss = storm.cross_entropy(logits * 2 if computed else logits, target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = step
+        if codegen is not None:
+            run = storm.compile_step(step, client=client, min_bytes=1, codegen=codegen)
+            with pytest.raises(IndexError, match="Target 900 is out of bounds"):
+                run(torch.full_like(target, 900))
+        return run(target), logits.detach()
+
+    assert all(map(same, trained("eager"), trained(None)))
 
 
 def test_it_starts_nothing() -> None:

@@ -60,6 +60,21 @@ def test_a_cpu_has_none() -> None:
     assert kernels_for(torch.empty(4, 5000), torch.float32) == NO_KERNELS
 
 
+def test_kernels_are_asked_for_unless_logits_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read and write one type, and compute in float32."""
+    both = Kernels(forward=True, backward=True)
+    monkeypatch.setattr(losses, "kernels_for", lambda *_: both)
+    for dtype, cast, expected in (
+        (torch.bfloat16, torch.float32, both),
+        (torch.float32, torch.float32, both),
+        (torch.bfloat16, torch.bfloat16, both),
+        (torch.float32, torch.bfloat16, NO_KERNELS),
+        (torch.bfloat16, torch.float16, NO_KERNELS),
+    ):
+        tiles = losses.Tiles.of(torch.empty(16, 4099, dtype=dtype), cast, torch.float32, False)
+        assert tiles.kernels == expected
+
+
 class TestOnDevice:
     """Everything that needs one."""
 
@@ -109,6 +124,16 @@ class TestOnDevice:
             compare(logits.detach(), target, dtype=torch.float32, reduction=reduction)
         logits, target = make(333, classes, dtype)
         compare(logits, target, dtype=torch.float32)
+
+    @pytest.mark.usefixtures("_chosen")
+    @pytest.mark.parametrize("given", TYPES, ids=str)
+    @pytest.mark.parametrize("cast", TYPES, ids=str)
+    def test_autocast_and_a_type_have_pytorchs_bits(
+        self, given: torch.dtype, cast: torch.dtype
+    ) -> None:
+        logits, target = make(333, 32_000, given)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            compare(logits, target, dtype=cast)
 
     @pytest.mark.usefixtures("_chosen")
     def test_a_real_batch_has_pytorchs_bits(self) -> None:

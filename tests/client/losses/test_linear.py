@@ -89,12 +89,32 @@ def test_derivatives_are_right() -> None:
         assert torch.autograd.gradcheck(loss, (hidden, weight, bias), fast_mode=True)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    hidden, weight, target, _ = make(torch.float32)
-    loss = storm.linear_cross_entropy(hidden, weight, target)
-    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_a_second_derivative_is_refused_whatever_it_is_asked_for(
+    first: int, smoothing: float
+) -> None:
+    """No term of it is missing, and none is None."""
+    hidden, weight, target, bias = make(torch.float32)
+    matrix, scale = torch.eye(16, requires_grad=True), torch.ones((), requires_grad=True)
+    logits = hidden @ matrix
+    options = {"label_smoothing": smoothing}
+    loss = storm.linear_cross_entropy(logits, weight, target, bias, **options) * scale
+    inputs = [hidden, weight, bias, matrix]
+    (gradient,) = torch.autograd.grad(loss, inputs[first], create_graph=True)
+    for one in (*inputs, scale):
+        with pytest.raises(RuntimeError, match=r"linear_cross_entropy\(\) is not supported; .*log"):
+            torch.autograd.grad(gradient.sum(), one, allow_unused=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second derivative of linear"):
+        gradient.square().sum().backward()
+
+
+def test_a_gradient_with_a_graph_is_the_same() -> None:
+    hidden, weight, target, bias = make(torch.bfloat16)
+    loss = storm.linear_cross_entropy(hidden, weight, target, bias)
+    inputs = [hidden, weight, bias]
+    first = torch.autograd.grad(loss, inputs, create_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, inputs)))
 
 
 def test_runs_repeat_each_other(device: str) -> None:
@@ -168,6 +188,11 @@ def test_autocast_casts_as_it_does_for_a_linear_layer(device: str) -> None:
         ({"class_weight": torch.ones(8)}, "class_weight must be"),
         ({"class_weight": torch.ones(9, requires_grad=True)}, "no gradient"),
         ({"label_smoothing": 1.5}, "label_smoothing must be"),
+        ({"label_smoothing": "a"}, "got label_smoothing='a': label_smoothing must be a number"),
+        ({"label_smoothing": None}, "got label_smoothing=None: label_smoothing must be a number"),
+        ({"ignore_index": 1.5}, "got ignore_index=1.5: ignore_index must be an integer"),
+        ({"ignore_index": None}, "got ignore_index=None: ignore_index must be an integer"),
+        ({"ignore_index": 1 << 63}, "ignore_index must be an integer that fits int64"),
         ({"reduction": "average"}, "reduction must be"),
         ({"hidden": torch.ones(5, 16, dtype=torch.long)}, "hidden must be"),
         ({"hidden": torch.ones(16)}, r"got hidden \(16,\) torch.float32 cpu, weight \(9, 16\)"),
@@ -189,6 +214,32 @@ def test_a_target_that_is_no_class_is_an_index_error() -> None:
     target = torch.tensor([3, 9])
     with pytest.raises(IndexError, match="Target 9 is out of bounds"):
         storm.linear_cross_entropy(torch.ones(2, 16), torch.ones(9, 16), target)
+
+
+def test_a_captured_step_does_the_same(client: storm.Client) -> None:
+    """It has no content to check targets by; the loss itself rejects them."""
+
+    def trained(codegen: str | None) -> tuple[Tensor, ...]:
+        hidden, weight, target, bias = make(torch.float32)
+        hidden = hidden.detach()
+        optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+
+        def step(target: Tensor) -> Tensor:
+            loss = storm.linear_cross_entropy(hidden, weight, target, bias, label_smoothing=0.1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = step
+        if codegen is not None:
+            run = storm.compile_step(step, client=client, min_bytes=1, codegen=codegen)
+            for wrong, told in ((1000, 1000), (-3, -3)):
+                with pytest.raises(IndexError, match=f"Target {told} is out of bounds"):
+                    run(torch.full_like(target, wrong))
+        return (run(target), weight.detach(), bias.detach())
+
+    assert all(map(torch.equal, trained("eager"), trained(None)))
 
 
 def test_a_compiler_gets_the_plain_operations() -> None:

@@ -331,6 +331,57 @@ def test_a_second_derivative_of_a_deferred_copy_is_an_error(offload: storm.Offlo
     assert noted == [Deferred, Tensor]
 
 
+def test_no_term_of_a_second_derivative_is_missing(offload: storm.Offload) -> None:
+    """The gradient of a matrix holds its input, too, which comes from the same tensor."""
+    x, target = make(torch.bfloat16)
+    matrix = torch.eye(CLASSES, dtype=x.dtype, requires_grad=True)
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = ((x * 2) @ matrix).float()
+        noted.append(type(logits))
+        return F.cross_entropy(logits, target)
+
+    for _ in range(3):
+        run(step, offload, x, target)
+    noted: list[Any] = []
+    with offload:
+        loss = step(x, target, noted)
+    assert noted == [Deferred]
+    (gradient,) = torch.autograd.grad(loss, matrix, create_graph=True)
+    for one in (x, matrix):
+        with pytest.raises(RuntimeError, match="a second derivative by way of float"):
+            torch.autograd.grad(gradient.sum(), one, allow_unused=True, retain_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_deferred_copy_cast_to_another_type_has_pytorchs_bits(
+    offload: storm.Offload, dtype: torch.dtype
+) -> None:
+    x, target = make()
+
+    def step(entropy: Callable[..., Tensor], x: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        return entropy(logits)
+
+    def learned(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        return step(lambda logits: F.cross_entropy(logits, target), x, noted)
+
+    def ours(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        return step(lambda logits: storm.cross_entropy(logits, target, dtype=dtype), x, noted)
+
+    def theirs(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        return step(lambda logits: F.cross_entropy(logits.to(dtype), target), x, noted)
+
+    for _ in range(3):
+        run(learned, offload, x, target)
+    loss, gradient, noted = run(ours, offload, x, target)
+    assert noted == [Deferred]
+    expected, its_gradient, _ = run(theirs, nullcontext(), x, target)
+    assert same(loss, expected)
+    assert same(gradient, its_gradient)
+
+
 def test_small_tensors_and_other_calls_are_left_alone(offload: storm.Offload) -> None:
     x, target = make()
     for _ in range(3):

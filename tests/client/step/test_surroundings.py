@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -251,12 +253,75 @@ class TakingFromBatches(nn.Module):
         return x * next(BATCHES)
 
 
+class OfClass(nn.Module):
+    shared = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.shared.random()
+
+
 class Drawing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * float(ARRAYS.random())
 
 
+class Holder:
+    """An object with an attribute."""
+
+    def __init__(self, held: object) -> None:
+        self.held: Any = held
+
+
 BATCHES, OWN, ARRAYS = numbers(), random.Random(0), np.random.default_rng(0)
+TABLE = {"rng": np.random.default_rng(0), "deep": {"rng": [np.random.RandomState(0)]}}
+ITERATORS = [itertools.count(1)]
+PAIR, QUEUE, SET = (0, iter([1.0])), deque([[iter([1.0])]]), {iter([1.0])}
+NEXT, TAKE, LOOK_UP = itertools.count(1).__next__, partial(next, iter([1.0])), TABLE.get
+OBJECT = Holder(Holder(iter([1.0])))
+BITS, SPAWNING = np.random.PCG64(0), np.random.default_rng(0)
+HOLDING = Taking(lambda _: 1.0, np.random.default_rng(0))
+PARENT = nn.Sequential(Taking(lambda _: 1.0, {"rng": np.random.default_rng(0)}))
+NETS = {"a": Taking(lambda _: 1.0, np.random.default_rng(0))}
+UNCALLED = Taking(lambda _: 1.0, [iter([1.0])])
+IN_CONTAINERS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "dict": (lambda x: x * float(TABLE["rng"].random()), r"from \"TABLE\['rng'\]\""),
+    "nested": (lambda x: x * TABLE["deep"]["rng"][0].rand(), r"TABLE\['deep'\]\['rng'\]\[0\]"),
+    "list": (lambda x: x * next(ITERATORS[0]), r"variable 'ITERATORS\[0\]'"),
+    "tuple": (lambda x: x * next(PAIR[1]), r"variable 'PAIR\[1\]'"),
+    "deque": (lambda x: x * next(QUEUE[0][0]), r"variable 'QUEUE\[0\]\[0\]'"),
+    "set": (lambda x: x * next(next(one for one in SET)), r"variable 'SET\[0\]'"),
+    "the method of an iterator": (lambda x: x * NEXT(), "variable 'NEXT'"),
+    "the method of a dict": (lambda x: x * LOOK_UP("rng").random(), r"LOOK_UP\['rng'\]"),
+    "a partial": (lambda x: x * TAKE(), "variable 'TAKE'"),
+    "an object's object": (lambda x: x * next(OBJECT.held.held), r"variable 'OBJECT.held.held'"),
+    "bits": (lambda x: x * (BITS.random_raw() % 7), "from 'BITS'"),
+    "spawning": (lambda x: x * SPAWNING.spawn(1)[0].random(), "from 'SPAWNING'"),
+    "a module before its call": (
+        lambda x: HOLDING(x * float(HOLDING.held.random())),
+        "from 'Taking.held'",
+    ),
+    "a submodule before its call": (
+        lambda x: PARENT(x * float(PARENT[0].held["rng"].random())),
+        r"from \"Taking.held\['rng'\]\"",
+    ),
+    "a module in a dict": (
+        lambda x: NETS["a"](x * float(NETS["a"].held.random())),
+        "from 'Taking.held'",
+    ),
+    "a module that is not called": (
+        lambda x: x * next(UNCALLED.held[0]),
+        r"module Taking has an iterator as its attribute 'held\[0\]'",
+    ),
+    "a module, of a dict": (
+        Taking(lambda own: own.held["rng"].random(), {"rng": np.random.default_rng(0)}),
+        r"from \"Taking.held\['rng'\]\"",
+    ),
+    "a module, of a list": (
+        Taking(lambda own: next(own.held[0]), [iter([1.0])]),
+        r"module Taking has an iterator as its attribute 'held\[0\]'",
+    ),
+    "a module, of its class": (OfClass(), "from 'OfClass.shared'"),
+}
 TAKEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "an iterator": (lambda x: x * next(BATCHES), "iterator as its variable 'BATCHES'"),
     "random": (lambda x: x * random.random(), r"Python's \(.*test_surroundings.py:\d+\)"),
@@ -275,6 +340,7 @@ TAKEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
     ),
     "a module, of a global iterator": (TakingFromBatches(), "iterator as its variable 'BATCHES'"),
     "a module, of a global of NumPy's": (Drawing(), "from 'ARRAYS'"),
+    **IN_CONTAINERS,
 }
 
 
@@ -286,6 +352,20 @@ def test_a_step_that_takes_what_comes_next_is_refused(name: str, wrap: Wrap) -> 
         step = lambda x: net(x).sum()  # noqa: E731 - as the others
     with pytest.raises(UsageError, match=named):
         wrap(step)(torch.ones(4))
+
+
+def test_what_a_step_does_not_take_from_may_be_within_reach(wrap: Wrap) -> None:
+    """Generators may be anywhere; iterators in attributes that neither code nor a call reads."""
+    net, trainer = nn.Linear(4, 4), Holder(iter([1.0]))
+    net.held, trainer.scale = {"rng": np.random.default_rng(0)}, 2.0
+    uncalled = Taking(lambda _: 1.0, iter([1.0]))
+
+    def step(x: Tensor) -> Tensor:
+        uncalled.requires_grad_(False)
+        return net(x) * trainer.scale * len(TABLE)
+
+    x = seeded("cpu", 2, 4)
+    assert_identical([wrap(step)(x)], [step(x)])
 
 
 def test_a_draw_is_told_of_though_the_step_goes_on(wrap: Wrap) -> None:
