@@ -240,8 +240,13 @@ def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
                 f"the step changes what {name_of_class}.{name} holds, which each run would have to "
                 "do again; leave that to what calls the step"
             )
-        if is_value(value):
-            captured.side_effects.append(_result(captured, value, ("attribute", module, name)))
+        if not is_value(value):
+            raise UsageError(
+                f"the step sets {name_of_class}.{name} to an object of type "
+                f"{type(value).__name__}, which each run would have to make again; set it before "
+                "the first step, or keep plain values in it"
+            )
+        captured.side_effects.append(_result(captured, value, ("attribute", module, name)))
 
 
 def check_arguments(captured: Captured, given: object) -> None:

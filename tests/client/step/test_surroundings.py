@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -682,6 +683,29 @@ def test_what_a_module_counts_is_named(wrap: Wrap) -> None:
     with pytest.raises(UsageError, match=r"Counting.calls again and again, now to 2"):
         call(x)
     assert net.calls == 1
+
+
+class Remembering(nn.Module):
+    """Sets an attribute to what `make` returns."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = self.make()
+        return x * 2
+
+
+def test_an_attribute_is_set_to_a_plain_value_or_refused(wrap: Wrap) -> None:
+    x = torch.ones(4)
+    plain = Remembering(lambda: 3)
+    assert_identical([wrap(plain)(x)], [x * 2])
+    assert plain.latest == 3
+    other = Remembering(nullcontext)
+    with pytest.raises(UsageError, match=r"sets Remembering.latest to an object of type nullco"):
+        wrap(other)(x)
+    assert not hasattr(other, "latest")
 
 
 def test_what_a_step_puts_into_a_module_s_list_is_named(wrap: Wrap) -> None:
