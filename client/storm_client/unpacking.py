@@ -16,7 +16,12 @@ import torch
 from storm_client.eager.bits import compare, same_bits
 from storm_client.eager.proofs import Trial
 from storm_client.eager.recompute import Replayed, Result
-from storm_client.eager.sources import HeldInputs, OtherNumbers, is_own_backward
+from storm_client.eager.sources import (
+    HeldInputs,
+    OtherNumbers,
+    check_input,
+    is_own_backward,
+)
 from storm_client.errors import DaemonLost, StormError, lost_in_backward
 from storm_client.hook_stack import untraced
 from storm_client.monitoring import profiler_ranges as ranges
@@ -144,7 +149,7 @@ class Unpacking:
     def _kept(self, kept: KeptTensor) -> torch.Tensor:
         """Return a tensor that was kept, from memory or from the daemon if it was moved."""
         token = kept.token  # read before `moved`: another thread may be moving the tensor
-        return token if kept.moved is None else self._load(kept.moved)
+        return token if kept.moved is None else self._restored(kept.moved)
 
     @cached_property
     def _may_hand_out(self) -> bool:
@@ -168,18 +173,17 @@ class Unpacking:
             signature, moment = end
             signature.times.record_turn(moment.until_now())
 
-    def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
+    def _load(self, handle: Handle) -> torch.Tensor:
         """Return a saved tensor, or the tensor with other data that has replaced it.
-
-        An input of recomputation is returned as it was saved.
 
         Raises:
             RuntimeError, CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
         """
-        if is_input:
-            handle.version.check()
-        elif (replaced := self._note_request(handle.version)) is not None:
-            return replaced
+        replaced = self._note_request(handle.version)
+        return self._restored(handle) if replaced is None else replaced
+
+    def _restored(self, handle: Handle) -> torch.Tensor:
+        """Return a tensor as it was saved, whatever its version is now."""
         return handle.version.alias(handle.view.rebuild(self.load_bytes(handle)))
 
     @untraced
@@ -221,12 +225,21 @@ class Unpacking:
         return session.load(use, is_first=is_first, may_hand_out=may_hand_out)
 
     def restore_input(self, packed: Handle | KeptTensor) -> torch.Tensor:
-        """Return an input of recomputation as it was when it was saved."""
+        """Return an input of recomputation as it was when it was saved.
+
+        Raises:
+            CorruptBlob, ActivationLost, DaemonLost: it was modified in place since, or its bytes
+                cannot be restored.
+        """
+        check_input(packed.version)
+        return self._as_saved(packed)
+
+    def _as_saved(self, packed: Handle | KeptTensor) -> torch.Tensor:
+        """Return a tensor as it was saved; restoring it counts as waiting, not as recomputing."""
         if isinstance(packed, KeptTensor):
-            packed.check()
             return self._kept(packed)
         began = perf_counter()
-        tensor = self._load(packed, is_input=True)
+        tensor = self._restored(packed)
         self._restore_seconds += perf_counter() - began
         return tensor
 
@@ -251,7 +264,8 @@ class Unpacking:
         self, trial: Trial, recompute: Callable[[], torch.Tensor | None]
     ) -> torch.Tensor:
         """Return the offloaded tensor, and note whether recomputation gives the same bits."""
-        tensor = self.restore_input(trial.packed)
+        trial.packed.version.check()
+        tensor = self._as_saved(trial.packed)
         try:
             made = recompute()
             if made is None:

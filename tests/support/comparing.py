@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import storm_client as storm
 import torch
 from support.training import assert_identical
 from torch import Tensor
@@ -46,12 +47,17 @@ Outcome = list[Tensor] | type[Exception]
 def outcome(case: Case, way: Way, device: str) -> Outcome:
     """Return copies of what a case gives, or the kind of the error that it raises.
 
-    PyTorch raises RuntimeErrors; an error of another kind is a fault, and is not caught.
+    PyTorch raises RuntimeErrors; an error of another kind is a fault, and is not caught. Offload may
+    raise its own for what PyTorch raises one for: a counted change of a tensor.
     """
     try:
         return [tensor.detach().clone() for tensor in case(way, device)]
     except RuntimeError as error:
-        kind = type(error)
+        kind: type[Exception] = type(error)
+    except storm.ActivationLost as error:
+        if "was changed in place (version" not in str(error):
+            raise
+        kind = RuntimeError
     _let_go_of_a_failed_graph(device)
     return kind
 

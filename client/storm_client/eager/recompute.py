@@ -19,7 +19,7 @@ import torch
 from storm_client.eager.bits import copied
 from storm_client.eager.function_modes import are_altered, unaltered
 from storm_client.eager.operations import Function, bound, choice_of
-from storm_client.eager.settings import settings_of_kernels
+from storm_client.eager.settings import differing_settings, settings_of_kernels
 from storm_client.eager.sources import PrivateCopy, Source, lost
 from storm_client.eager.ways import NO_WAY, Way
 from storm_client.saved.ranges import WeakStorage
@@ -97,7 +97,7 @@ class Recipe:
             ActivationLost: it would make other bits now.
         """
         if self._settings != settings_of_kernels(self._device, self._choice):
-            raise lost("settings")
+            raise lost("settings", differing_settings(self._device, self._choice, self._settings))
         arguments = [self._filled(argument) for argument in self._arguments]
         options = {name: self._filled(value) for name, value in self._options.items()}
         records = self._differentiates

@@ -22,7 +22,9 @@ __all__ = [
     "GETTERS",
     "KernelChoice",
     "deciding_settings",
+    "differing_settings",
     "kinds_of_casts",
+    "name_of_setting",
     "omp_threads_address",
     "overridden_kernels",
     "settings_of_kernels",
@@ -99,6 +101,27 @@ def settings_of_kernels(device: str, choice: KernelChoice) -> tuple[object, ...]
         return (*products, *here, overridden_kernels())
     simple = (torch.get_default_dtype(), overridden_kernels())
     return (*simple, torch._C._get_mkldnn_enabled(), *here) if here else simple
+
+
+def differing_settings(device: str, choice: KernelChoice, before: tuple[object, ...]) -> list[str]:
+    """Return the keys of those that differ from `before`, which `settings_of_kernels` returned."""
+    now, keys = settings_of_kernels(device, choice), _keys_of_kernels(device, choice)
+    return [key for key, one, other in zip(keys, before, now, strict=True) if one != other]
+
+
+def _keys_of_kernels(device: str, choice: KernelChoice) -> tuple[str, ...]:
+    """Return the key of each setting that `settings_of_kernels` returns."""
+    here = ("thread", "threads", "denormals") if device == "cpu" else ()
+    if choice is KernelChoice.NONE:
+        simple = ("get_default_dtype", "overridden")
+        return (*simple, "_get_mkldnn_enabled", *here) if here else simple
+    getters = GETTERS if choice is KernelChoice.ATTENTION else _OF_PRODUCTS
+    return (*(getter.__name__ for getter, _ in getters), *here, "overridden")
+
+
+def name_of_setting(key: str) -> str:
+    """Return what messages call a setting, by the key that Python and compiled code use."""
+    return _NAMES.get(key) or key.removeprefix("_get_")
 
 
 def kinds_of_casts() -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -190,5 +213,17 @@ GETTERS: Final[tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]] = (
     *[(torch._C._get_fp32_precision_getter, kind) for kind in _OF_SINGLE_PRECISION],
 )
 """C functions, with their arguments, whose results are `deciding_settings`."""
+
+_NAMES: Final = {
+    "thread": "the thread itself, on a CPU",
+    "threads": "number of threads",
+    "denormals": "small numbers as zero",
+    "overridden": "overridden operators",
+    "measured": "TunableOp",
+    "get_default_dtype": "default dtype",
+    "_get_fp32_precision_getter": "precision of float32",
+    "_get_mkldnn_enabled": "oneDNN",
+}
+"""What messages call settings; others by the names of their getters."""
 
 _OF_PRODUCTS: Final = tuple(one for one in GETTERS if "_sdp_" not in one[0].__name__)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 
 from storm_client.eager.bits import copied
+from storm_client.eager.settings import name_of_setting
 from storm_client.errors import ActivationLost
 from storm_client.saved.versions import SavedVersion, View
 
@@ -42,6 +43,7 @@ __all__ = [
     "PrivateCopy",
     "RecipeResult",
     "Source",
+    "check_input",
     "is_own_backward",
     "lost",
 ]
@@ -57,10 +59,9 @@ _LOST: Final = {
     "to be recomputed; have it write to a copy, or pass offload(..., replay=False)",
     "parameter": "the memory of a parameter of shape {} was freed, from which a saved tensor "
     "was to be recomputed; pass offload(..., replay=False)",
-    "settings": "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
-    "number of threads, small numbers as zero, overridden operators), or on a CPU the thread "
-    "itself, differ between the forward and the backward pass, in which a saved tensor was to be "
-    "recomputed; have them be the same in both passes, or pass offload(..., replay=False)",
+    "settings": "settings of PyTorch differ between the forward and the backward pass, in which a "
+    "saved tensor was to be recomputed: {}; have them be the same in both passes, or pass "
+    "offload(..., replay=False)",
     "drawn": "the operation that a saved tensor was to be recomputed by has drawn other random "
     "numbers than in the forward pass: another thread has drawn from the same generator, or set "
     "it, while that ran in one of the passes; give the thread a generator of its own, or pass "
@@ -77,10 +78,25 @@ class OtherNumbers(ActivationLost):
 
 
 def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
-    """Return the error for a tensor that cannot be recomputed; compiled code uses it, too."""
+    """Return the error for a tensor that cannot be recomputed; compiled code uses it, too.
+
+    The details of "settings" are the keys of those that differ.
+    """
+    if what == "settings":
+        details = [", ".join(dict.fromkeys(map(name_of_setting, details)))]
     described = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
     kind = OtherNumbers if what == "drawn" else ActivationLost
     return kind(_LOST[what].format(*described))
+
+
+def check_input(version: SavedVersion) -> None:
+    """Raise ActivationLost if a tensor that a recipe reads was modified in place since its save.
+
+    PyTorch's own error would say that the gradient needs the tensor, which may not be so.
+    """
+    if not version.unchanged:
+        shape = list(version.shape or ())
+        raise lost("changed", (shape, version.expected, version.token._version))
 
 
 class Overwritable(Protocol):
@@ -158,7 +174,7 @@ class PackedInput:
         self._copy: PrivateCopy | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Unpack the tensor; ActivationLost if its memory was modified uncounted."""
+        """Unpack the tensor; ActivationLost if its memory was modified."""
         if self._value is not None and self._value.is_overwritten:
             raise lost("overwritten")
         return self._unpack(self._packed) if self._copy is None else self._copy.tensor()
@@ -255,7 +271,7 @@ class RecipeResult(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Return the tensor; see `Result.viewed`."""
         if not self.result.has_recipe:
-            self.version.check()
+            check_input(self.version)
         return self.result.viewed(self.view)
 
 

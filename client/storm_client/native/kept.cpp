@@ -204,7 +204,7 @@ at::Tensor unpack_offloaded(PyObject* self, Load load) {
 
 at::Tensor unpack_input(PyObject* self, Load load) {
   auto& kept = kept::kept_of(self);
-  kept.version.check();
+  kept.version.check_input();
   return kept.layout ? kept::restored(kept, load) : kept.token;
 }
 

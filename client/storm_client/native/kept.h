@@ -36,7 +36,7 @@ bool is_offloaded(PyObject* kept);
 at::Tensor unpack_offloaded(PyObject* kept, Load load);
 
 // Returns a tensor from `keep_for_now` as it was then, kept or restored; undefined if it was moved.
-// Raises RuntimeError if it was modified in place since.
+// Raises ActivationLost if it was modified in place since: it is an input of a recipe.
 at::Tensor unpack_input(PyObject* kept, Load load);
 
 // Returns a list of all that exist, in the order in which they were kept.

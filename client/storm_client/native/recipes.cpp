@@ -26,12 +26,12 @@ namespace recipes {
 
 PyObject* lost_error = nullptr;
 
-Ref shape_of(const at::Tensor& tensor) {
-  Ref shape = expected(PyList_New(tensor.dim()));
-  for (int64_t at = 0; at < tensor.dim(); ++at) {
-    PyList_SET_ITEM(shape.get(), at, expected(PyLong_FromLongLong(tensor.size(at))).release());
+Ref list_of(c10::IntArrayRef shape) {
+  Ref list = expected(PyList_New(static_cast<Py_ssize_t>(shape.size())));
+  for (size_t at = 0; at < shape.size(); ++at) {
+    PyList_SET_ITEM(list.get(), at, expected(PyLong_FromLongLong(shape[at])).release());
   }
-  return shape;
+  return list;
 }
 
 // Sets autocast for the operators of this thread as it was when the recipe was made. This does not
@@ -160,6 +160,12 @@ void raise_lost(const char* what) {
   raise_lost(what, nothing.get());
 }
 
+void raise_changed(c10::IntArrayRef shape, uint32_t version, uint32_t now) {
+  Ref list = list_of(shape);
+  Ref details = expected(Py_BuildValue("OII", list.get(), version, now));
+  raise_lost("changed", details.get());
+}
+
 // --- views ------------------------------------------------------------------------------------
 
 View::View(const at::Tensor& tensor)
@@ -206,12 +212,12 @@ at::Tensor InputRestorer::tensor(PyObject* packed) {
     return expected(PyObject_CallOneArg(called, of));
   };
   at::Tensor tensor;
-  PyObject* handle = packed;
-  if (Py_TYPE(packed) == &KeptType) {
-    tensor = unpack_input(packed, [&](PyObject* use) { return call(load.get(), use); });
-    handle = python_handle_of(packed);
+  const bool is_kept = Py_TYPE(packed) == &KeptType;
+  if (is_kept) tensor = unpack_input(packed, [&](PyObject* use) { return call(load.get(), use); });
+  if (!tensor.defined()) {
+    PyObject* handle = is_kept ? python_handle_of(packed) : packed;
+    tensor = THPVariable_Unpack(call(function.get(), handle).get());
   }
-  if (!tensor.defined()) tensor = THPVariable_Unpack(call(function.get(), handle).get());
   seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   return tensor;
 }
@@ -225,13 +231,9 @@ Alias::Alias(at::Tensor held)
 
 at::Tensor Alias::tensor(InputRestorer&) {
   const auto now = held_.unsafeGetTensorImpl()->version_counter().current_version();
-  if (now != version_) {
-    Ref shape = shape_of(held_);
-    Ref details = expected(Py_BuildValue("OII", shape.get(), version_, now));
-    raise_lost("changed", details.get());
-  }
+  if (now != version_) raise_changed(held_.sizes(), version_, now);
   if (storage_of(held_.unsafeGetTensorImpl())->nbytes() != nbytes_) {
-    Ref shape = shape_of(held_);
+    Ref shape = list_of(held_.sizes());
     Ref details = expected(Py_BuildValue("(O)", shape.get()));
     raise_lost("parameter", details.get());
   }
@@ -276,7 +278,7 @@ at::Tensor Packed::tensor(InputRestorer& restorer) {
 
 at::Tensor Packed::unpacked(InputRestorer& restorer) {
   if (handle_ != nullptr) return restorer.tensor(handle_);
-  version_.check();
+  version_.check_input();
   return kept_;
 }
 
@@ -297,7 +299,7 @@ RecipeResult::RecipeResult(std::shared_ptr<Result> result, const at::Tensor& ten
 }
 
 at::Tensor RecipeResult::tensor(InputRestorer& restorer) {
-  if (!result_->has_recipe()) version_.check();
+  if (!result_->has_recipe()) version_.check_input();
   return result_->viewed(view_, restorer);
 }
 
@@ -429,7 +431,8 @@ at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
   look_for_overridden();
   const auto now = Settings::present(circumstances_.device, circumstances_.choice);
   if (!now || *now != circumstances_.settings) {
-    raise_lost("settings");
+    Ref keys = circumstances_.settings.differing(now, circumstances_.choice);
+    raise_lost("settings", keys.get());
   }
   std::vector<c10::IValue> stack = filled(restorer);
   const bool keeps = place == KEPT;

@@ -19,6 +19,9 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 [[noreturn]] void raise_lost(const char* what, PyObject* details);
 [[noreturn]] void raise_lost(const char* what);
 
+// Raises it for a tensor that was modified in place since it had `version`.
+[[noreturn]] void raise_changed(c10::IntArrayRef shape, uint32_t version, uint32_t now);
+
 // Sets the Python function that returns the error for a reason and its details.
 void set_lost_error(PyObject* function);
 

@@ -6,6 +6,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -32,7 +33,9 @@ struct NativeSetting {
   const char* name;
   Get get;
 
-  bool is_of_attention() const { return std::strstr(name, "_sdp_") != nullptr; }
+  bool decides(KernelChoice choice) const {
+    return choice == KernelChoice::ATTENTION || std::strstr(name, "_sdp_") == nullptr;
+  }
 };
 
 // Adds a getter of a setting, if this PyTorch has the setting.
@@ -129,11 +132,12 @@ int number_of(PyObject* value) {
   return static_cast<int>(seen->size()) - 1;
 }
 
+std::mutex lock;  // protects the following
+auto* numbers = new std::map<std::vector<int64_t>, int>();
+
 // Returns a number for the values of settings, without the GIL. A thread mostly sees the same
 // values as the last time.
 int number_of(const std::vector<int64_t>& values, KernelChoice choice) {
-  static std::mutex lock;
-  static auto* numbers = new std::map<std::vector<int64_t>, int>();
   thread_local std::pair<std::vector<int64_t>, int> of_products{{}, -1}, of_attention{{}, -1};
   auto& latest = choice == KernelChoice::PRODUCT ? of_products : of_attention;
   if (latest.second < 0 || latest.first != values) {
@@ -141,6 +145,15 @@ int number_of(const std::vector<int64_t>& values, KernelChoice choice) {
     latest = {values, numbers->try_emplace(values, static_cast<int>(numbers->size())).first->second};
   }
   return latest.second;
+}
+
+// Returns the values that have a number.
+std::vector<int64_t> values_of(int number) {
+  std::lock_guard<std::mutex> locked(lock);
+  for (const auto& [values, known] : *numbers) {
+    if (known == number) return values;
+  }
+  return {};
 }
 
 // Adds the settings that Python reads, by functions written in C, between which Python does not
@@ -169,11 +182,25 @@ int present_deciding(KernelChoice choice) {
   thread_local std::vector<int64_t> values;
   values.clear();
   for (const auto& one : native()) {
-    if (choice == KernelChoice::ATTENTION || !one.is_of_attention()) {
-      values.push_back(one.get(at::globalContext()));
-    }
+    if (one.decides(choice)) values.push_back(one.get(at::globalContext()));
   }
   return add_from_python(values) ? number_of(values, choice) : -1;
+}
+
+// Returns the names of the getters of those settings, in the same order.
+std::vector<std::string> deciding_names(KernelChoice choice) {
+  std::vector<std::string> names;
+  for (const auto& one : native()) {
+    if (one.decides(choice)) names.emplace_back(one.name);
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(getters); ++at) {
+    PyObject* getter = PyTuple_GET_ITEM(PyTuple_GET_ITEM(getters, at), 0);
+    Ref name = expected(PyObject_GetAttrString(getter, "__name__"));
+    const char* text = PyUnicode_AsUTF8(name.get());
+    expect(text != nullptr);
+    names.emplace_back(text);
+  }
+  return names;
 }
 
 // Returns whether the smallest normal number, halved, is zero in this thread.
@@ -228,6 +255,36 @@ std::optional<Settings> Settings::present(c10::DeviceType device, KernelChoice c
     if (found.deciding < 0) return {};
   }
   return found;
+}
+
+Ref Settings::differing(const std::optional<Settings>& now, KernelChoice choice) const {
+  std::vector<std::string> keys;
+  const auto add = [&](bool differs, const char* key) {
+    if (differs) keys.emplace_back(key);
+  };
+  if (!now) {
+    keys.emplace_back("measured");
+  } else {
+    add(now->default_dtype != default_dtype, "get_default_dtype");
+    add(now->overridden != overridden, "overridden");
+    add(now->onednn != onednn, "_get_mkldnn_enabled");
+    add(now->thread != thread, "thread");
+    add(now->threads != threads, "threads");
+    add(now->flushes_denormals != flushes_denormals, "denormals");
+  }
+  if (now && now->deciding != deciding) {
+    const auto then = settings::values_of(deciding), found = settings::values_of(now->deciding);
+    const auto names = settings::deciding_names(choice);
+    for (size_t at = 0; at < std::min({names.size(), then.size(), found.size()}); ++at) {
+      add(then[at] != found[at], names[at].c_str());
+    }
+  }
+  Ref tuple = expected(PyTuple_New(static_cast<Py_ssize_t>(keys.size())));
+  for (size_t at = 0; at < keys.size(); ++at) {
+    Ref key = expected(PyUnicode_FromString(keys[at].c_str()));
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(at), key.release());
+  }
+  return tuple;
 }
 
 }  // namespace storm

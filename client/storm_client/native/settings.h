@@ -25,6 +25,9 @@ struct Settings {
   // Returns this thread's settings for an operator on a type of device. None if they cannot be
   // read, or say that kernels are chosen by measuring.
   static std::optional<Settings> present(c10::DeviceType device, KernelChoice choice);
+
+  // Returns the keys of the settings that differ from `now`, as in eager/settings.py, in a tuple.
+  Ref differing(const std::optional<Settings>& now, KernelChoice choice) const;
 };
 
 // Sets how settings are read. `getters` are functions in C with their arguments, for settings that

@@ -1,5 +1,7 @@
 #include "versions.h"
 
+#include "recipes.h"
+
 #include <ATen/ops/empty.h>
 
 namespace storm {
@@ -42,6 +44,11 @@ void SavedVersion::check() const {
                                              producer_.c_str(), output_, expected_, found));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
   throw python_error();
+}
+
+void SavedVersion::check_input() const {
+  const uint32_t found = counter_.current_version();
+  if (found != expected_) raise_changed(shape_, expected_, found);
 }
 
 at::Tensor SavedVersion::replaced() const {

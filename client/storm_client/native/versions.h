@@ -17,6 +17,10 @@ class SavedVersion {
   // Raises PyTorch's RuntimeError if the tensor has been modified in place since.
   void check() const;
 
+  // Raises ActivationLost if the tensor, which a recipe reads, has been modified in place since. The
+  // gradient may not need it, as PyTorch's error would say.
+  void check_input() const;
+
   // Returns the tensor if it has been given other data since and PyTorch would use them; else an
   // undefined one. PyTorch would not for an operation's own output, which it holds as it was.
   at::Tensor replaced() const;

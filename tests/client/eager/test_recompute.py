@@ -201,13 +201,28 @@ def test_other_settings_raise_where_they_decide(name: str, function: Callable[..
     assert torch.equal(recipe.run(), function(*tensors))
 
 
-@pytest.mark.parametrize("other", [overridden, small_numbers_as_zero])
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [(overridden, "overridden operators"), (small_numbers_as_zero, "small numbers as zero")],
+)
 def test_other_kernels_and_numbers_raise(
-    other: Callable[[], AbstractContextManager[object]],
+    other: Callable[[], AbstractContextManager[object]], name: str
 ) -> None:
     recipe = recipe_of(silu, seeded("cpu", 8, 8))
-    with other(), pytest.raises(ActivationLost, match="overridden operators"):
+    with other(), pytest.raises(ActivationLost, match=f"to be recomputed: {name}; have them"):
         recipe.run()
+
+
+def test_a_result_without_a_recipe_that_was_changed() -> None:
+    """What is made from it cannot be recomputed, though the gradient may not need it."""
+    tensor = seeded("cpu", 8, 8)
+    result = Result(tensor, (pins := Pins()).add(tensor.untyped_storage()), pins)
+    version = SavedVersion.of(tensor, tensor.untyped_storage()._cdata)
+    source = RecipeResult(result, View.of(tensor), version)
+    assert torch.equal(source.tensor(), tensor)
+    tensor.add_(1)
+    with pytest.raises(ActivationLost, match=r"shape \[8, 8\] was changed in place"):
+        source.tensor()
 
 
 def test_another_thread_raises_on_a_cpu_and_is_left_as_it_is() -> None:

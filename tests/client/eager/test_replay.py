@@ -35,6 +35,8 @@ from torch.nn.functional import (
 )
 from torch.overrides import _get_current_function_mode
 
+from tests.client.eager.test_settings import OTHERS
+
 WIDTH = 64
 NODES, EDGES = 32, 5
 STEPS = 6
@@ -333,10 +335,12 @@ def test_casts_that_autocast_has_kept(
     assert decisions == (set() if changes else {"replay"})
 
 
-OTHER_SETTINGS: list[Callable[[], AbstractContextManager[object]]] = [
-    one_thread_more,
-    lambda: torch.backends.mkldnn.flags(enabled=False),
-]
+OTHER_SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "number of threads": one_thread_more,
+    "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "deterministic_algorithms": OTHERS["deterministic"],
+    "precision of float32": OTHERS["products on a CPU"],
+}
 
 
 def sums_and_convolutions(
@@ -352,10 +356,12 @@ def sums_and_convolutions(
     return [loss.detach(), weight.grad, kernel.grad]
 
 
-@pytest.mark.parametrize("other", OTHER_SETTINGS)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
 def test_settings_that_are_others_in_the_forward_pass_raise_or_nothing_is_recomputed(
-    other: Callable[[], AbstractContextManager[object]], client: storm.Client
+    name: str, path: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    followed, other = follow_by(path, monkeypatch), OTHER_SETTINGS[name]
     for first in (other, nullcontext):
         offload = client.offload(min_bytes=1)
         expected = sums_and_convolutions(nullcontext, first())
@@ -363,8 +369,9 @@ def test_settings_that_are_others_in_the_forward_pass_raise_or_nothing_is_recomp
             assert_identical(sums_and_convolutions(lambda: offload, first()), expected)  # noqa: B023
         said = "settings of PyTorch" in " ".join(rejected(offload).values())
         assert said is (first is other)
-    with pytest.raises(storm.ActivationLost, match="settings of PyTorch"):
+    with pytest.raises(storm.ActivationLost, match=f"to be recomputed: {name}; have them"):
         sums_and_convolutions(lambda: offload, other())
+    assert followed[-1] is followed.may_be_compiled
 
 
 def test_products_are_recomputed_where_attention_is_set_for_the_forward_pass_alone(
@@ -434,7 +441,11 @@ def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(client: stor
     assert "the thread itself" in str(offload.plan)
 
 
-def test_a_backward_pass_that_moves_to_another_thread_raises(client: storm.Client) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_a_backward_pass_that_moves_to_another_thread_raises(
+    path: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = follow_by(path, monkeypatch)
     offload = client.offload(min_bytes=1)
     for _ in range(STEPS):
         train_in(lambda function: function(), lambda: offload)
@@ -451,7 +462,9 @@ def test_a_backward_pass_that_moves_to_another_thread_raises(client: storm.Clien
         in_a_thread(run)
 
     train_in(backward, lambda: offload)
-    assert "the thread itself" in str(raised[0])
+    assert "to be recomputed: the thread itself, on a CPU" in str(raised[0])
+    assert "oneDNN" not in str(raised[0])
+    assert followed[-1] is followed.may_be_compiled
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

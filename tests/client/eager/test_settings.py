@@ -15,6 +15,8 @@ from storm_client.eager.settings import (
     GETTERS,
     KernelChoice,
     deciding_settings,
+    differing_settings,
+    name_of_setting,
     settings_of_kernels,
 )
 from storm_client.native.build import BuildError, build
@@ -150,6 +152,22 @@ def test_what_counts_for_kernels_is_of_their_device_and_kind(
         now = [settings_of_kernels(device, one) for one in KernelChoice]
         assert [one for one in KernelChoice if now[one] != before[one]] == counts_for
     assert [settings_of_kernels(device, one) for one in KernelChoice] == before
+
+
+@pytest.mark.parametrize("choice", KernelChoice)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_differs_is_named(device: str, choice: KernelChoice) -> None:
+    before = settings_of_kernels(device, choice)
+    assert not differing_settings(device, choice, before)
+    everything = differing_settings(device, choice, tuple(object() for _ in before))
+    assert len(everything) == len(before)
+    for name, other in OTHERS.items():
+        with other():
+            differing = differing_settings(device, choice, before)
+            assert bool(differing) is (settings_of_kernels(device, choice) != before), name
+    with OTHERS["deterministic cuDNN"]():
+        found = [name_of_setting(key) for key in differing_settings(device, choice, before)]
+        assert found == ([] if choice is NONE else ["cudnn_deterministic"])
 
 
 NOT_DECIDING = {

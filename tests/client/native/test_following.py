@@ -888,6 +888,108 @@ def test_a_save_is_the_same_to_both(
 
 
 @pytest.fixture
+def some_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all be recomputed that can be, which a cumulative sum cannot."""
+    replay_all(monkeypatch)
+
+
+READ: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "packed": lambda x, w: (state := (x @ w).cumsum(0), state.detach()),
+    "saved by what the loss does not use": lambda x, w: (
+        state := (x @ w).cumsum(0),
+        state @ w,
+    ),
+    "too small to be offloaded": lambda x, w: (state := (x[:1] @ w).cumsum(1), state.detach()),
+}
+"""By how it is held: a state from which a saved tensor is recomputed, and what else reads it."""
+
+CHANGED_INPUT = (
+    r"a tensor of shape \[\d+, 64\] was changed in place \(version 0, now 1\), from which a saved "
+    r"tensor was to be recomputed; .*replay=False"
+)
+
+
+def with_a_state(
+    name: str, block: Block, device: str, *, changes: bool = False, asks: bool = False
+) -> list[Tensor]:
+    """Change a state between the passes.
+
+    If it `asks`, autograd asks for the state before anything is recomputed from it.
+    """
+    x, w = inputs(device)
+    with block():
+        state, other = READ[name](x, w)
+        loss = ((state + x).sin() * 2).exp().mean()
+        if asks:
+            loss = loss + state.square().mean()
+    if changes:
+        with torch.no_grad():
+            state[::2] = 0
+    loss.backward()
+    del other
+    return [loss.detach(), w.grad]
+
+
+@pytest.mark.parametrize("verify", ["learn", "always"])
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.usefixtures("some_is_recomputed")
+def test_a_changed_tensor_that_only_recomputation_reads(
+    name: str, verify: str, device: str, client: storm.Client, followed: Followed
+) -> None:
+    """PyTorch's own error says that the gradient needs the tensor; so it is raised only then."""
+    offload = client.offload(min_bytes=512, verify=verify)
+    as_ever = with_a_state(name, nullcontext, device)
+    for _ in range(SETTLED_STEPS):
+        assert_identical(with_a_state(name, lambda: offload, device), as_ever)
+    assert offload.stats().replayed_bytes > 0
+    assert_identical(with_a_state(name, nullcontext, device, changes=True), as_ever)
+    left = followed.left
+    for _ in range(2):
+        with pytest.raises(storm.ActivationLost, match=CHANGED_INPUT):
+            with_a_state(name, lambda: offload, device, changes=True)
+        assert_identical(with_a_state(name, lambda: offload, device), as_ever)
+    assert followed.left == left
+    assert followed[-1] is (followed.may_be_compiled and verify == "learn")
+    plain = client.offload(min_bytes=512, replay=False)
+    for _ in range(4):
+        assert_identical(with_a_state(name, lambda: plain, device, changes=True), as_ever)
+
+
+@pytest.mark.parametrize("verify", ["learn", "always"])
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.usefixtures("some_is_recomputed")
+def test_a_changed_tensor_that_autograd_asks_for(
+    name: str, verify: str, device: str, client: storm.Client, followed: Followed
+) -> None:
+    offload = client.offload(min_bytes=512, verify=verify)
+    expected = outcome(lambda: with_a_state(name, nullcontext, device, changes=True, asks=True))
+    assert isinstance(expected, str)
+    for _ in range(SETTLED_STEPS):
+        found = outcome(
+            lambda: with_a_state(name, lambda: offload, device, changes=True, asks=True)
+        )
+        assert found == expected
+        with_a_state(name, lambda: offload, device, asks=True)  # frees what the failed pass holds
+    assert offload.stats().replayed_bytes > 0
+    assert followed[-1] is (followed.may_be_compiled and verify == "learn")
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.usefixtures("some_is_recomputed")
+def test_a_trial_that_reads_a_changed_tensor_returns_what_was_saved(
+    name: str, device: str, client: storm.Client, followed: Followed
+) -> None:
+    offload = client.offload(min_bytes=512)
+    expected = with_a_state(name, nullcontext, device, changes=True)
+    for _ in range(SETTLED_STEPS):
+        assert_identical(with_a_state(name, lambda: offload, device, changes=True), expected)
+    known = offload._planning._signatures._known.values()
+    said = [said for one in known for said in one.evidence.rejected.values()]
+    assert any("was changed in place" in one for one in said)
+    assert not any("needed for gradient computation" in one for one in said)
+
+
+@pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
     return follow_by("compiled", monkeypatch)
 
