@@ -47,8 +47,8 @@ Outcome = list[Tensor] | type[Exception]
 def outcome(case: Case, way: Way, device: str) -> Outcome:
     """Return copies of what a case gives, or the kind of the error that it raises.
 
-    PyTorch raises RuntimeErrors; an error of another kind is a fault, and is not caught. Offload may
-    raise its own for what PyTorch raises one for: a counted change of a tensor.
+    PyTorch raises RuntimeErrors; an error of another kind is a fault, and is not caught. For a
+    counted change of a tensor, offload may raise its own instead.
     """
     try:
         return [tensor.detach().clone() for tensor in case(way, device)]

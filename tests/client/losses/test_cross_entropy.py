@@ -227,7 +227,10 @@ def test_autocast_does_what_it_does_with_pytorchs(
         for layout in (logits.detach().t().contiguous().t(), logits.detach()[:, 3:]):
             compare(layout, target.clamp(max=890), dtype=upcast)
         images = logits.detach().unflatten(1, (300, 3))
-        compare(images, target.clamp(max=299)[:, None].expand(40, 3), dtype=upcast, reduction="sum")
+        places = target.clamp(max=299)[:, None].expand(40, 3)
+        # On a GPU PyTorch itself adds the losses of images in no fixed order.
+        reduction = "sum" if device == "cpu" else "none"
+        compare(images, places, dtype=upcast, reduction=reduction)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
