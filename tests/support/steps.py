@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import pytest
+import storm_client as storm
 import torch
 from support.compiled_programs import blocks, perceptron
 from support.training import seeded
@@ -202,6 +204,36 @@ def train(name: str, optimizer: str, wrap: Wrap, device: str, steps: int = STEPS
     call = wrap(step)
     losses = [call(seeded(device, *training.rows, seed=n)) for n in range(steps)]
     return [*(one.detach() for one in losses), *everything(training.net, update, device)]
+
+
+def descended(
+    loss_of: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    target: Tensor,
+    *,
+    client: storm.Client | None,
+    refused: Iterable[int],
+) -> list[Tensor]:
+    """Do a step of gradient descent, captured with a client; return its loss and the parameters.
+
+    A captured step first rejects targets of each class in `refused`, by its number.
+    """
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def step(target: Tensor) -> Tensor:
+        loss = loss_of(target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = step
+    if client is not None:
+        run = storm.compile_step(step, client=client, min_bytes=1, codegen="eager")
+        for wrong in refused:
+            with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+                run(torch.full_like(target, wrong))
+    return [run(target), *(one.detach() for one in parameters)]
 
 
 def everything(net: nn.Module, optimizer: Optimizer, device: str) -> list[Tensor]:

@@ -198,7 +198,7 @@ class _WithLayouts:
             self._chooses = GraphLowering.decide_layout_opt(gm, is_inference=False)
         if not self._chooses:
             return compile_fx_inner(gm, inputs, **options)
-        _CHOSEN.strides = {} if is_backward else self._strides
+        _CHOSEN.strides = self._strides
         try:
             with config.patch({} if is_backward else _UNCACHED):
                 return compile_fx_inner(gm, inputs, **options)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from storm_client.errors import UsageError
 from storm_client.losses import linear as linear_loss
 from support.peak_memory import peak_bytes
+from support.steps import descended
 from torch import Tensor
 
 TOLERANCE = {
@@ -219,27 +220,16 @@ def test_a_target_that_is_no_class_is_an_index_error() -> None:
 def test_a_captured_step_does_the_same(client: storm.Client) -> None:
     """It has no content to check targets by; the loss itself rejects them."""
 
-    def trained(codegen: str | None) -> tuple[Tensor, ...]:
+    def trained(client: storm.Client | None) -> list[Tensor]:
         hidden, weight, target, bias = make(torch.float32)
         hidden = hidden.detach()
-        optimizer = torch.optim.SGD([weight, bias], lr=0.1)
 
-        def step(target: Tensor) -> Tensor:
-            loss = storm.linear_cross_entropy(hidden, weight, target, bias, label_smoothing=0.1)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+        def loss_of(target: Tensor) -> Tensor:
+            return storm.linear_cross_entropy(hidden, weight, target, bias, label_smoothing=0.1)
 
-        run = step
-        if codegen is not None:
-            run = storm.compile_step(step, client=client, min_bytes=1, codegen=codegen)
-            for wrong, told in ((1000, 1000), (-3, -3)):
-                with pytest.raises(IndexError, match=f"Target {told} is out of bounds"):
-                    run(torch.full_like(target, wrong))
-        return (run(target), weight.detach(), bias.detach())
+        return descended(loss_of, [weight, bias], target, client=client, refused=[1000, -3])
 
-    assert all(map(torch.equal, trained("eager"), trained(None)))
+    assert all(map(torch.equal, trained(client), trained(None)))
 
 
 def test_a_compiler_gets_the_plain_operations() -> None:
