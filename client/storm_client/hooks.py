@@ -153,6 +153,7 @@ class StepHooks:
         script = self._planned.script
         if counts is None or script is None:
             return None
+        self._planned.costs.recompute = counts.tallies.seconds_an_operation()
         if self._planned.has_unsent_plan:  # no save of such a step may tell the daemon
             with suppress(DaemonLost):
                 self._session = self._sessions.of(self._planned.device)

@@ -250,7 +250,8 @@ class PlanMaker:
         device = signature.clock or _HOST
         machine = machine_of(device).with_transfers(self._link(device))
         signature.link.planned(machine.link)
-        return machine.with_thread_store(self.costs.seconds()).compressing(self.ratio())
+        costs = self.costs
+        return machine.with_thread(costs.store(), costs.recompute).compressing(self.ratio())
 
     def _asked_room(self, signature: StepSignature) -> int | None:
         """Return the number of bytes that a step may keep; None means as few as possible."""

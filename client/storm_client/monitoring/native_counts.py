@@ -17,6 +17,9 @@ class Tallies(Protocol):
     def drain(self) -> tuple[list[tuple[int, int, int]], float]:
         """Return row, count and bytes for each row counted since the last call, and the seconds."""
 
+    def seconds_an_operation(self) -> float | None:
+        """Return the thread's seconds for recomputing one operation; None if too few were."""
+
 
 class Counted(NamedTuple):
     """How many tensors of a layer had the same outcome, and their bytes."""

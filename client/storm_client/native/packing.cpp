@@ -300,7 +300,7 @@ at::Tensor recompute(Follower& follower, PyObject* packed) {
   InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);
   at::Tensor tensor = unpack_recomputed(packed, restorer);
   const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - began;
-  follower.tallies->replay_seconds += lasted.count() - restorer.seconds;
+  follower.tallies->recomputed(lasted.count() - restorer.seconds, restorer.operations);
   return tensor;
 }
 

@@ -435,6 +435,7 @@ at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
     raise_lost("settings", keys.get());
   }
   std::vector<c10::IValue> stack = filled(restorer);
+  ++restorer.operations;
   const bool keeps = place == KEPT;
   const auto byproduct = keeps ? nullptr : byproduct_.lock();
   const bool offers = byproduct != nullptr && byproduct->is_expected();

@@ -53,6 +53,7 @@ struct InputRestorer {
   Ref function;  // unpacks what Python has packed
   Ref load;      // returns the storage of a tensor that waited and was offloaded
   double seconds = 0.0;
+  int operations = 0;  // that recipes have run meanwhile
 
   at::Tensor tensor(PyObject* packed);
 };

@@ -1,6 +1,19 @@
 #include "tallies.h"
 
+#include <algorithm>
+
 namespace storm {
+
+std::optional<double> Tallies::seconds_an_operation() const {
+  constexpr size_t FEWEST = 16;
+  if (noted_ < FEWEST) return std::nullopt;
+  auto sorted = latest_;
+  const auto end = sorted.begin() + std::min(noted_, sorted.size());
+  const auto quartile = sorted.begin() + (end - sorted.begin()) / 4;
+  std::nth_element(sorted.begin(), quartile, end);
+  return *quartile;
+}
+
 namespace tallies {
 
 struct TalliesObject {
@@ -47,10 +60,18 @@ PyObject* drain(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* seconds_an_operation(PyObject* self, PyObject*) {
+  const auto found = tallies_of(self).seconds_an_operation();
+  if (!found) Py_RETURN_NONE;
+  return PyFloat_FromDouble(*found);
+}
+
 PyMethodDef METHODS[] = {
     {"add_row", add_row, METH_NOARGS, "Return the number of a new row."},
     {"drain", drain, METH_NOARGS,
      "Return the row, count and bytes of each kind, and the seconds of recomputation; reset them."},
+    {"seconds_an_operation", seconds_an_operation, METH_NOARGS,
+     "Return the thread's seconds for recomputing one operation; None if too few were."},
     {nullptr, nullptr, 0, nullptr},
 };
 

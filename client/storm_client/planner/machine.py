@@ -53,7 +53,7 @@ class Machine:
     graph_store: float
     """Seconds to offload one tensor by a compiled graph, as far as nothing hides them."""
     thread_recompute: float
-    """Least seconds for recomputing one operation."""
+    """Least seconds for recomputing one operation: its launch; the measured time once known."""
 
     # --- computing ---
     unmeasured: float
@@ -68,8 +68,8 @@ class Machine:
     """Bytes of memory traffic a second."""
 
     measured: frozenset[str] = frozenset()
-    """What was measured on this machine: "link", "codec", "thread", "device" (its rates); the other
-    figures are defaults."""
+    """What was measured on this machine: "link", "codec", "thread", "launches", "device" (its
+    rates); the other figures are defaults."""
 
     def compressing(self, ratio: float) -> Machine:
         """Return the figures for data that is compressed by `ratio` on the link."""
@@ -105,11 +105,18 @@ class Machine:
         names = self.measured | {"device"}
         return replace(self, **rates._asdict(), codec=codec, measured=names)
 
-    def with_thread_store(self, seconds: float | None) -> Machine:
-        """Return the figures with the measured hook time per tensor; None: not measured yet."""
-        if seconds is None:
-            return self
-        return replace(self, thread_store=seconds, measured=self.measured | {"thread"})
+    def with_thread(self, store: float | None, recompute: float | None) -> Machine:
+        """Return the figures with the thread's measured times; None: not measured yet.
+
+        Where the thread computes, it does not launch: the time of its operations is theirs.
+        """
+        figures = self
+        if store is not None:
+            figures = replace(figures, thread_store=store, measured=self.measured | {"thread"})
+        if recompute is not None and self.hides:
+            names = figures.measured | {"launches"}
+            figures = replace(figures, thread_recompute=recompute, measured=names)
+        return figures
 
     def link_by(self, figures: TransferFigures) -> float:
         """Return seconds per byte on the link: the slowest of copies, limit and disk."""
@@ -159,7 +166,7 @@ CUDA = Machine(
     thread_store=1.5e-4,
     # A compiled graph's thread runs ahead of the device, which hides most of `thread_store`.
     graph_store=2e-5,
-    # Assumed: the launch of a kernel from Python; not measured.
+    # Assumed: the launch of a kernel from Python. Used until it is measured.
     thread_recompute=2.5e-5,
     # Assumed: elementwise kernels, which read and write once; not measured.
     unmeasured=5e-13,

@@ -1,4 +1,4 @@
-"""The training thread's latest costs of offloading one tensor.
+"""The training thread's latest costs: of offloading one tensor, of recomputing one operation.
 
 The time of the hooks differs by a factor of ten among hosts, and decides whether a forward pass is
 CPU-bound. So it is measured in steps that follow their plan. Only the thread's processor time
@@ -32,8 +32,10 @@ class ThreadCosts:
         """Notes the seconds for one tensor that was stored."""
         self.restored = restores.append
         """Notes the seconds for one tensor that was restored."""
+        self.recompute: float | None = None
+        """Seconds for recomputing one operation, by compiled code; None if not measured yet."""
 
-    def seconds(self) -> float | None:
+    def store(self) -> float | None:
         """Return the seconds for one tensor, both ways; None if too few were measured."""
         both = [list(one) for one in self._both]  # copied in C, while others append
         if min(map(len, both)) < FEWEST:

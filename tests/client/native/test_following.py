@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.losses import log_probabilities
+from storm_client.planner import machine
 from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
 from support.training import assert_identical, seeded
@@ -1042,6 +1044,23 @@ def test_both_count_the_same(
 
     for budget in (0.0, 1.0):
         assert counted("compiled", budget) == counted("python", budget)
+
+
+@pytest.mark.usefixtures("some_is_recomputed")
+def test_plans_are_made_from_what_recomputing_has_cost_the_thread(
+    device: str, client: storm.Client, compiled: Followed
+) -> None:
+    """Where it launches operations, and does not compute them itself."""
+    offload = client.offload(min_bytes=256)
+    for _ in range(2 * SETTLED_STEPS):
+        CASES["a_chain"](lambda: offload, device)
+    cost = offload._planning.maker.costs.recompute
+    assert compiled[-1]
+    assert cost is not None
+    assert cost > 0.0
+    gpu, host = (one.with_thread(None, cost) for one in (machine.CUDA, machine.CPU))
+    assert gpu == replace(machine.CUDA, thread_recompute=cost, measured=frozenset({"launches"}))
+    assert host == machine.CPU
 
 
 @pytest.mark.parametrize("budget", [1.0, "least"])
