@@ -246,8 +246,9 @@ class PlanSearch:
     def best(self) -> Alternative:
         """The best measured plan: the one with the least memory among the almost fastest.
 
-        Plans that keep no more than checkpointing, or than `slack_bytes`, are chosen by time. If
-        nothing was measured, the first plan.
+        Plans that keep no more than checkpointing, or than `slack_bytes`, are chosen by time. Of
+        those that take the same time, the ladder's keep less. If nothing was measured, the first
+        plan.
         """
         longest = self._longest
         measured = [one for one, found in self.results.items() if found.seconds <= longest]
@@ -255,7 +256,7 @@ class PlanSearch:
         small = [one for one in measured if self._beyond_bytes(one) == least]
         longest = (1 + GAIN) * min((self.results[one].seconds for one in small), default=0.0)
         fast = [one for one in small if self.results[one].seconds <= longest]
-        return min(fast, key=lambda one: self.results[one].kept_bytes, default=self._first)
+        return min(fast, key=self._kept, default=self._first)
 
     def __str__(self) -> str:
         found = sorted(self.results.items(), key=lambda item: item[1].seconds)
@@ -264,6 +265,9 @@ class PlanSearch:
         return f"{self.current.name}, {state} ({listed})"
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _kept(self, alternative: Alternative) -> tuple[bool, int]:
+        return alternative.fills_blocks, self.results[alternative].kept_bytes
 
     def _beyond_bytes(self, alternative: Alternative) -> int:
         """Return the kept bytes beyond what checkpointing keeps, or beyond `slack_bytes`."""
@@ -328,14 +332,15 @@ class PlanSearch:
         """Return the plans above the first of the ladder, up to where offloading more is no gain.
 
         If the first, which recomputes as checkpointing does, is far slower than the plans beside
-        the ladder, return none. If offloading as much as the link has time for takes too long,
+        the ladder, return at most the predicted one: it may be as fast as plans that use
+        checkpointing's memory, with less. If offloading as much as the link has time for takes too long,
         offloading everything takes longer still.
         """
         found = {one: result.seconds for one, result in self.results.items()}
         others = (one for one in found if one in self.others or one.fills_blocks)
         beside = min((found[one] for one in others), default=math.inf)
         if found.get(NOTHING, 0.0) > NEAR * beside:
-            return []
+            return [PREDICTED] if AS_BLOCKS[0] in self.others else []
         if TWO_THIRDS not in found or found[TWO_THIRDS] > (1 + GAIN) * found.get(NOTHING, math.inf):
             return [TWO_THIRDS]
         above = [TWO_THIRDS, PREDICTED]

@@ -83,6 +83,20 @@ def test_what_delays_the_first_plan_as_a_training_begins_decides_nothing(best: A
     assert search.steps <= MAX_STEPS
 
 
+@pytest.mark.parametrize(("share", "stays"), [(1.005, PREDICTED), (1.05, AS_BLOCKS[1])], ids=str)
+def test_of_plans_that_take_as_long_one_that_keeps_less_stays(
+    share: float, stays: Alternative
+) -> None:
+    """As in a LoRA on an H200, whose recomputation of all but the blocks' inputs takes 16% more."""
+
+    def seconds(alternative: Alternative) -> float:
+        return {PREDICTED: share, AS_BLOCKS[1]: 1.0}.get(alternative, 1.2)
+
+    search = settled(PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE)), seconds)
+    assert search.current is stays
+    assert search.results.keys() == {*AS_BLOCKS, MORE_BESIDE, NOTHING, PREDICTED}
+
+
 @pytest.mark.parametrize("later", [1.3, 1.2])
 def test_a_plan_that_takes_longer_for_long_is_taken_back(later: float) -> None:
     """As one that first uses memory that another has left."""
