@@ -13,6 +13,7 @@ Needs no client, daemon or offload.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn._reduction import legacy_get_string
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,12 +31,12 @@ from storm_client.errors import UsageError
 from storm_client.hook_stack import function_modes
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.log_probabilities import TILE_BYTES, log_probabilities, rows_that_fill
+from storm_client.losses.targets import IGNORED, Targets
 
 __all__ = [
     "FLOATING",
     "REDUCTIONS",
     "Options",
-    "Targets",
     "check_targets",
     "cross_entropy",
     "in_tiles",
@@ -44,13 +46,12 @@ __all__ = [
     "of_pytorch",
 ]
 
-IGNORED: Final = -100
-"""Marks an ignored target in a column where all others are 0."""
-
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS: Final = ("mean", "sum", "none")
 _PLAIN: Final = (Tensor, torch.nn.Parameter, Deferred)
 _PROOF_ROWS: Final = 4096
+
+_hooks_are_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def cross_entropy(  # noqa: PLR0917 - PyTorch's order
@@ -133,25 +134,6 @@ class Options(NamedTuple):
     label_smoothing: float
 
 
-class Targets(NamedTuple):
-    """For each target, the class to look up, and whether the target counts."""
-
-    classes: Tensor
-    """int64, of the targets' shape; 0 for targets that do not count."""
-    column: Tensor
-    """0 for a valid target, IGNORED for an ignored one. An invalid one is itself, or -1 if it
-    equals IGNORED: nll_loss rejects any of these by its number."""
-    ignored: Tensor
-
-    @classmethod
-    def of(cls, target: Tensor, classes: int, ignore_index: int) -> Targets:
-        ignored = target == ignore_index
-        index = target.clamp(0, classes - 1)
-        column = target.masked_fill(target == IGNORED, -1).masked_fill_(index == target, 0)
-        column = column.masked_fill_(ignored, IGNORED)
-        return cls(index.masked_fill_(ignored, 0), column, ignored)
-
-
 def in_tiles(
     logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
 ) -> Tensor | None:
@@ -168,9 +150,7 @@ def in_tiles(
     rows = Targets.of(target, classes, options.ignore_index)
     smoothing = options.label_smoothing > 0
     cast = logits.dtype if dtype is None else dtype
-    picked, sums = log_probabilities(
-        logits, rows.classes, weight, computed, cast=cast, smoothing=smoothing
-    )
+    picked, sums = log_probabilities(logits, rows, weight, computed, cast=cast, smoothing=smoothing)
     return loss_of(picked, sums, rows, options, classes)
 
 
@@ -368,14 +348,41 @@ def _nll(picked: Tensor, rows: Targets, weight: Tensor | None, reduction: str) -
     """Return the negative log-likelihood of the targets' log-probabilities (N, ...)."""
     if weight is None:
         return _nll_of_column(picked, rows, reduction)
-    # The weight of an ignored target may be infinite, and its gradient is 0 all the same.
-    weights = weight[rows.classes].masked_fill_(rows.ignored, 1)
+    weights = _weights(weight, rows)
+    with _made_again(weights, lambda: _weights(weight, rows.source.now())):
+        weighted = picked * weights
     if reduction != "mean":
-        return _nll_of_column(picked * weights, rows, reduction)
-    total = _nll_of_column(-weights, rows, "sum")
-    return _nll_of_column(picked * weights, rows, "sum") / total
+        return _nll_of_column(weighted, rows, reduction)
+    return _nll_of_column(weighted, rows, "sum") / _nll_of_column(-weights, rows, "sum")
+
+
+def _weights(weight: Tensor, rows: Targets) -> Tensor:
+    """Return the weight of each target's class.
+
+    That of an ignored target may be infinite, and its gradient is 0 all the same.
+    """
+    return weight[rows.classes].masked_fill_(rows.ignored, 1)
 
 
 def _nll_of_column(numbers: Tensor, rows: Targets, reduction: str) -> Tensor:
-    column = numbers.unsqueeze(1)
-    return F.nll_loss(column, rows.column, ignore_index=IGNORED, reduction=reduction)
+    with _made_again(rows.column, lambda: rows.source.now().column):
+        return F.nll_loss(
+            numbers.unsqueeze(1), rows.column, ignore_index=IGNORED, reduction=reduction
+        )
+
+
+def _made_again(made: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which autograd does not save `made`, but makes it again.
+
+    What else it saves there, perhaps with another shape, is of another type.
+    """
+    if not _hooks_are_enabled():
+        return nullcontext()
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        return saved.shape if saved.dtype == made.dtype else saved
+
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        return make().reshape(packed) if isinstance(packed, torch.Size) else packed
+
+    return saved_tensors_hooks(pack, unpack)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["ADVICE", "USE", "Deferred", "Root", "Watch"]
@@ -135,9 +136,22 @@ class Root(ABC):
             )
 
 
+class _Untraceable:
+    """An attribute that compilers ask of each tensor: they are refused, for others there is none.
+
+    In traced code a Deferred would become a tensor that is not in the graph.
+    """
+
+    def __get__(self, deferred: Any, owner: Any = None) -> Any:
+        if TracingContext.try_get() is not None:
+            raise RuntimeError(f"compiled code reads float() of logits; {ADVICE}")
+        raise AttributeError
+
+
 class Deferred(Tensor):
     """A float32 tensor without memory."""
 
+    __tensor_flatten__ = _Untraceable()
     root: Root
     _path: tuple[_Move, ...]
     """The moves that make this tensor from the root's."""
@@ -172,11 +186,13 @@ class Deferred(Tensor):
             RuntimeError: another tensor of the root was modified in place.
         """
         if self._materialized is None:
-            with torch.no_grad():
-                values = _moved(self.root.full_precision(), self._path)
-            with torch.enable_grad():
-                apply: Any = _Materialize.apply
-                self._materialized = apply(self, values)
+            # In inference mode, too, it becomes a tensor that later readers may differentiate.
+            with torch.inference_mode(False):
+                with torch.no_grad():
+                    values = _moved(self.root.full_precision(), self._path)
+                with torch.enable_grad():
+                    apply: Any = _Materialize.apply
+                    self._materialized = apply(self, values)
             self.root.track(self._materialized)
         self.root.check(only_reader=True)
         return self._materialized
@@ -225,7 +241,8 @@ def _moved(tensor: Tensor, path: tuple[_Move, ...]) -> Tensor:
 def _full_precision(deferred: Deferred) -> Tensor:
     """Return its values for an operation below autograd, which is in the graph already."""
     deferred.root.check(only_reader=False)
-    return _moved(deferred.root.full_precision(), deferred._path)
+    with torch.inference_mode(False):
+        return _moved(deferred.root.full_precision(), deferred._path)
 
 
 def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

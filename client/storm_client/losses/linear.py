@@ -20,13 +20,13 @@ from storm_client.losses.cross_entropy import (
     FLOATING,
     REDUCTIONS,
     Options,
-    Targets,
     check_targets,
     is_index,
     loss_of,
     of_pytorch,
 )
 from storm_client.losses.once import differentiable_once
+from storm_client.losses.targets import Targets
 
 __all__ = ["linear_cross_entropy"]
 
@@ -112,7 +112,7 @@ def _loss_of_rows(
         log_probabilities: Any = _HeadLogProbabilities.apply
         smoothing = options.label_smoothing > 0
         weight = options.weight
-        picked, sums = log_probabilities(hidden, head, bias, rows.classes, weight, smoothing)
+        picked, sums = log_probabilities(hidden, head, bias, rows, weight, smoothing)
         return loss_of(picked, sums, rows, options, classes)
 
 
@@ -125,11 +125,11 @@ class _HeadLogProbabilities(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         bias: Tensor | None,
-        index: Tensor,
+        rows: Targets,
         weight: Tensor | None,
         smoothing: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype, index = torch.promote_types(hidden.dtype, torch.float32), rows.classes
         largest = hidden.new_full(index.shape, torch.finfo(dtype).min, dtype=dtype)
         total, picked, sums = hidden.new_zeros((3, len(index)), dtype=dtype).unbind()
         slices = _Slices(hidden, head, bias, index)
@@ -141,7 +141,8 @@ class _HeadLogProbabilities(torch.autograd.Function):
             exponentials = logits.sub_(largest.unsqueeze(1)).exp_()
             total = total * torch.exp(before - largest) + exponentials.sum(1)
         log_total = total.log()
-        ctx.save_for_backward(hidden, head, bias, index, weight, largest, log_total)
+        ctx.source = rows.source
+        ctx.save_for_backward(hidden, head, bias, ctx.source.target, weight, largest, log_total)
         if smoothing:
             sums = sums - (largest + log_total) * _weight_of_all(head, weight)
         return picked - largest - log_total, sums if smoothing else None
@@ -152,7 +153,8 @@ class _HeadLogProbabilities(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad
         with torch.no_grad(), torch.autocast(grad_picked.device.type, enabled=False):
-            gradients = _head_gradients(saved, wanted, grad_picked, grad_sums)
+            index = ctx.source.now().classes
+            gradients = _head_gradients(saved, index, wanted, grad_picked, grad_sums)
         sources = (*saved[:3], grad_picked, grad_sums)
         return (*differentiable_once(gradients, *sources, message=_NOT_TWICE), None, None, None)
 
@@ -164,10 +166,14 @@ _NOT_TWICE: Final = (
 
 
 def _head_gradients(
-    saved: Sequence[Any], wanted: Sequence[bool], grad_picked: Tensor, grad_sums: Tensor | None
+    saved: Sequence[Any],
+    index: Tensor,
+    wanted: Sequence[bool],
+    grad_picked: Tensor,
+    grad_sums: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden, head and bias; None for those that are not wanted."""
-    hidden, head, bias, index, weight, largest, log_total = saved
+    hidden, head, bias, _, weight, largest, log_total = saved
     of_row = grad_picked  # the sum of the gradient of a row's log-probabilities
     if grad_sums is not None:
         of_row = of_row + grad_sums * _weight_of_all(head, weight)

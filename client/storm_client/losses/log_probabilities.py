@@ -17,6 +17,7 @@ from storm_client.losses.deferred import ADVICE, USE, Deferred, Root, Watch
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
 from storm_client.losses.once import differentiable_once, follower
 from storm_client.losses.sole_holder import is_held_by_graph_alone, keeper_of
+from storm_client.losses.targets import Targets
 
 __all__ = ["TILE_BYTES", "log_probabilities", "rows_that_fill"]
 
@@ -32,9 +33,16 @@ _CONTIGUOUS: Final = torch.contiguous_format
 _NOT_TWICE: Final = f"a second derivative by way of float() of logits is not supported; {ADVICE}"
 
 
+_TOGETHER: Final = (
+    "one backward pass through a loss in tiles and through its gradient is not supported: PyTorch "
+    'adds them in another order; in a block pass loss="plain" to offload(), elsewhere call '
+    "PyTorch's own cross_entropy"
+)
+
+
 def log_probabilities(
     logits: Tensor,
-    index: Tensor,
+    rows: Targets,
     weight: Tensor | None,
     dtype: torch.dtype,
     *,
@@ -45,7 +53,7 @@ def log_probabilities(
 
     Args:
         logits: (N, C, ...) of more than a tile.
-        index: a class for each target (N, ...), int64.
+        rows: what there is for each target (N, ...).
         weight: of each class (C), for the sums.
         dtype: type of the log-probabilities.
         cast: type to which logits are rounded before they are converted to `dtype`, and their
@@ -62,7 +70,7 @@ def log_probabilities(
             half = half.detach()
             deferred = _DeferredInput(logits.root.watch, follower(logits, _NOT_TWICE))
     tiles = Tiles.of(logits if half is None else half, cast, dtype, smoothing)
-    given = _Given(half, deferred, index, weight, tiles)
+    given = _Given(half, deferred, rows, weight, tiles)
     apply: Any = _LogProbabilities.apply
     found: tuple[Tensor, Tensor | None] = apply(logits, given)
     return found
@@ -133,8 +141,7 @@ class _Given(NamedTuple):
     half: Tensor | None
     """The half-precision logits, if the logits are deferred."""
     deferred: _DeferredInput | None
-    classes: Tensor
-    """The class of each target."""
+    rows: Targets
     weight: Tensor | None
     tiles: Tiles
 
@@ -145,13 +152,15 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, place: Tensor, given: _Given) -> tuple[Tensor, Tensor | None]:
         logits = place if given.half is None else given.half
-        index, weight, tiles = given.classes, given.weight, given.tiles
+        index, weight, tiles = given.rows.classes, given.weight, given.tiles
         if tiles.kernels.forward:
             picked, sums, statistics = _forward_by_kernel(logits, index, tiles)
         else:
             picked, sums, statistics = _forward_by_tiles(logits, index, weight, tiles)
-        ctx.save_for_backward(logits, index, weight, *statistics)
-        ctx.tiles, ctx.deferred = tiles, given.deferred
+        # The targets are saved for their version, which hooks keep.
+        source = given.rows.source
+        ctx.save_for_backward(logits, source.target, weight, *statistics)
+        ctx.source, ctx.tiles, ctx.deferred, ctx.passes = source, tiles, given.deferred, _Passes()
         return picked, sums
 
     @staticmethod
@@ -159,14 +168,17 @@ class _LogProbabilities(torch.autograd.Function):
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         USE.differentiates_twice |= torch.is_grad_enabled()
+        ctx.passes.note(grad_picked, grad_sums)
         keeper = keeper_of(ctx)
         saved = _saved(ctx)
         own = is_held_by_graph_alone(saved, keeper, aliased=ctx.deferred is not None)
-        logits, index, weight, *statistics = saved
-        tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
+        logits, _, weight, *statistics = saved
+        tiles, index = ctx.tiles, ctx.source.now().classes
+        spread = _Spread(index, grad_picked, grad_sums, weight)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
         if ctx.deferred is None:  # a gradient with a graph keeps all its tensors
-            found = gradient.with_graph() if torch.is_grad_enabled() else gradient.half_precision()
+            has_graph = torch.is_grad_enabled()
+            found = gradient.with_graph(ctx.passes) if has_graph else gradient.half_precision()
         elif torch.is_grad_enabled() or ctx.deferred.watch.is_on:
             with torch.no_grad():
                 full = gradient.full_precision()
@@ -176,6 +188,22 @@ class _LogProbabilities(torch.autograd.Function):
             like = torch.empty(logits.shape, dtype=tiles.dtype, device="meta")
             found = Deferred.of(gradient, like, logits.device)
         return found, None
+
+
+class _Passes:
+    """Refuses a backward pass to one loss's logits both by its gradient and by that one's own.
+
+    PyTorch adds the two before a single backward pass of the softmax, and tiles would add two.
+    """
+
+    def __init__(self) -> None:
+        self._latest = -1
+
+    def note(self, *gradients: Tensor | None) -> None:
+        """Note that gradients lead to the logits in the current pass; mostly one of them is 0."""
+        before, self._latest = self._latest, torch._C._current_graph_task_id()
+        if before == self._latest and any(one is not None and one.any() for one in gradients):
+            raise RuntimeError(_TOGETHER)
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -218,9 +246,12 @@ class _Gradient(Root):
         """Whether nothing has read the unrounded gradient."""
         return self._full_precision is None
 
-    def with_graph(self) -> Tensor:
+    def with_graph(self, passes: _Passes) -> Tensor:
         """Return the gradient with a graph of its own, in the logits' type."""
-        return _softmax_gradient(self._logits, self._spread, self._tiles).to(self._logits.dtype)
+        logits = self._logits.view_as(self._logits)
+        if logits.requires_grad:
+            logits.register_hook(passes.note)  # type: ignore[no-untyped-call]
+        return _softmax_gradient(logits, self._spread, self._tiles).to(logits.dtype)
 
     def half_precision(self) -> Tensor:
         """Return the gradient in the logits' type, in their memory if that may be overwritten."""

@@ -333,8 +333,8 @@ class PlanSearch:
 
         If the first, which recomputes as checkpointing does, is far slower than the plans beside
         the ladder, return at most the predicted one: it may be as fast as plans that use
-        checkpointing's memory, with less. If offloading as much as the link has time for takes too long,
-        offloading everything takes longer still.
+        checkpointing's memory, with less. If offloading as much as the link has time for takes too
+        long, offloading everything takes longer still.
         """
         found = {one: result.seconds for one, result in self.results.items()}
         others = (one for one in found if one in self.others or one.fills_blocks)

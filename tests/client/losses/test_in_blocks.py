@@ -270,6 +270,56 @@ def test_second_derivatives(offload: storm.Offload) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_second_derivative_has_pytorchs_bits_or_raises(
+    adds: bool, reduction: str, client: storm.Client, offload: storm.Offload
+) -> None:
+    """PyTorch adds it to the first one before the softmax's backward pass, and tiles after it."""
+
+    def penalized(block: AbstractContextManager[Any]) -> tuple[Tensor, ...]:
+        x, target = make()
+        with block:
+            loss = F.cross_entropy(x * 2, target, reduction=reduction).sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty = gradient.square().sum()
+        return gradient.detach(), *torch.autograd.grad(loss + penalty if adds else penalty, x)
+
+    if adds:
+        with pytest.raises(RuntimeError, match=r"through its gradient.*loss=.plain"):
+            penalized(offload)
+        offload = client.offload(min_bytes=1024, loss="plain")
+    for ours, theirs in zip(penalized(offload), penalized(nullcontext()), strict=True):
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_targets_are_read_in_the_backward_pass(
+    reduction: str, has_weight: bool, smoothing: float, offload: storm.Offload
+) -> None:
+    """As PyTorch does: a change that it counts raises, and another one has its effect."""
+    weight = torch.rand(CLASSES) + 0.5 if has_weight else None
+
+    def gradient(block: AbstractContextManager[Any], change: Callable[[Tensor], Any]) -> Tensor:
+        x, target = make()
+        with block:
+            loss = F.cross_entropy(
+                x * 2, target, weight, reduction=reduction, label_smoothing=smoothing
+            ).sum()
+        change(target)
+        return torch.autograd.grad(loss, x)[0]
+
+    def shift(target: Tensor) -> None:
+        target.data.copy_(target.roll(3))
+
+    assert same(gradient(offload, shift), gradient(nullcontext(), shift))
+    for block in (offload, nullcontext()):
+        with pytest.raises(RuntimeError, match=r"inplace|changed in place"):
+            gradient(block, lambda target: target.copy_(target.roll(3)))
+
+
 def test_autocast_and_deterministic_algorithms(offload: storm.Offload) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert check(offload, F.cross_entropy, dtype=torch.bfloat16)

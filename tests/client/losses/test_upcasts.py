@@ -159,6 +159,7 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "version": lambda one: one._version,
     "other type": lambda one: one.double().detach(),
     "cast back": lambda one: one.bfloat16().detach(),
+    "inference mode": torch.inference_mode()(lambda one: one.argmax(1).tolist()),
 }
 
 
@@ -329,6 +330,29 @@ def test_a_second_derivative_of_a_deferred_copy_is_an_error(offload: storm.Offlo
     with offload:
         plain(x, target, noted)
     assert noted == [Deferred, Tensor]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_that_reads_a_deferred_copy_is_refused(
+    backend: str, offload: storm.Offload
+) -> None:
+    """Traced, it would become a tensor that is not in the graph: no gradient through it."""
+    compiled = torch.compile(lambda one: one.logsumexp(-1).square().mean(), backend=backend)
+    reads = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        penalty = compiled(logits) if reads else torch.zeros(())
+        return F.cross_entropy(logits, target) + penalty
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    reads, noted = True, []
+    with offload, pytest.raises(Exception, match=r"compiled code reads float.*loss=.plain"):
+        step(x, target, noted)
+    assert noted == [Deferred]
 
 
 def test_no_term_of_a_second_derivative_is_missing(offload: storm.Offload) -> None:
