@@ -105,6 +105,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
         UsageError: `dtype` is no floating-point type.
         IndexError: a target on a CPU is neither a class nor `ignore_index`; on a GPU, PyTorch's
             device-side assertion fails.
+        RuntimeError: one backward pass goes through the loss and through its gradient.
         RuntimeError, TypeError, ValueError: raised by PyTorch's function.
 
     Example:
