@@ -17,9 +17,7 @@ from typing import Final
 from stormd import __version__
 from stormd.commands import (
     advise,
-    bench,
     completion,
-    demo,
     doctor,
     run,
     serve,
@@ -28,6 +26,7 @@ from stormd.commands import (
     upgrade,
 )
 from stormd.commands.parsing import Parser
+from stormd.commands.programs import BENCH, DEMO, Program
 from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
 from stormd.output import (
     EXIT_FAILED,
@@ -42,7 +41,7 @@ from stormd.protocol import ProtocolError
 
 __all__ = ["main", "parser"]
 
-_COMMANDS: Final[dict[str, ModuleType]] = {
+_COMMANDS: Final[dict[str, ModuleType | Program]] = {
     "run": run,
     "advise": advise,
     "serve": serve,
@@ -50,8 +49,8 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
     "top": top,
     "upgrade": upgrade,
     "doctor": doctor,
-    "bench": bench,
-    "demo": demo,
+    "bench": BENCH,
+    "demo": DEMO,
     "completion": completion,
 }
 

@@ -26,15 +26,12 @@ MAY_IMPORT = {
     "storm_bench": ("storm_bench", "storm_client", "stormd", "storm_kernels"),
     "storm_kernels": ("storm_kernels",),
 }
-LOADS_PROGRAMS = [ROOT / "stormd" / "commands" / f"{name}.py" for name in ("bench", "demo")]
-"""What may import storm_bench, and only inside the functions that need it."""
 
 
 class Import(NamedTuple):
     """What a file imports, by its full name."""
 
     name: str
-    is_at_once: bool
     is_to_run: bool
     """And not for its types alone."""
 
@@ -52,12 +49,10 @@ def _tree(path: Path) -> ast.Module:
 
 @cache
 def _imports(path: Path) -> tuple[Import, ...]:
-    return tuple(_imports_among(_tree(path).body, is_at_once=True, is_to_run=True))
+    return tuple(_imports_among(_tree(path).body, is_to_run=True))
 
 
-def _imports_among(
-    nodes: Iterable[ast.AST], *, is_at_once: bool, is_to_run: bool
-) -> Iterator[Import]:
+def _imports_among(nodes: Iterable[ast.AST], *, is_to_run: bool) -> Iterator[Import]:
     """Look through statements alone: files have many more expressions."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -69,12 +64,10 @@ def _imports_among(
             is_of_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             for field in ("body", "orelse", "finalbody", "handlers", "cases"):
                 yield from _imports_among(
-                    getattr(node, field, ()),
-                    is_at_once=False,
-                    is_to_run=is_to_run and not is_of_types,
+                    getattr(node, field, ()), is_to_run=is_to_run and not is_of_types
                 )
             continue
-        yield from (Import(name, is_at_once, is_to_run) for name in names)
+        yield from (Import(name, is_to_run) for name in names)
 
 
 def _printed_by(code: str, *arguments: str) -> list[list[str]]:
@@ -92,11 +85,7 @@ def _printed_by(code: str, *arguments: str) -> list[list[str]]:
 def test_imports_point_one_way() -> None:
     for package, path in _modules():
         allowed = MAY_IMPORT[package]
-        if path in LOADS_PROGRAMS:
-            at_once = [one.name for one in _imports(path) if one.is_at_once]
-            assert not any(name.startswith("storm_bench") for name in at_once)
-            allowed = (*allowed, "storm_bench")
-        for name, _, _ in _imports(path):
+        for name, _ in _imports(path):
             if name.split(".")[0] in PACKAGES:
                 assert any(name == one or name.startswith(one + ".") for one in allowed), (
                     f"{path.relative_to(ROOT)} imports {name}"
@@ -144,7 +133,7 @@ def test_commands_load_no_programs_of_others() -> None:
 
 def test_the_protocol_needs_the_standard_library_and_msgpack_alone() -> None:
     for path in sorted((ROOT / "stormd" / "protocol").glob("*.py")):
-        for name, _, _ in _imports(path):
+        for name, _ in _imports(path):
             root = name.split(".")[0]
             known = root in sys.stdlib_module_names or root == "msgpack"
             assert known or name.startswith("stormd.protocol"), f"{path.name} imports {name}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from storm_bench.contenders import seconds_of
@@ -56,19 +55,13 @@ def print_codec(figures: list[dict[str, Any]]) -> None:
 
 
 def print_captured(families: list[dict[str, Any]]) -> None:
-    """Print what `storm_bench.activations` measured, one line per family of models.
-
-    The analyses of the family's tensors follow below, if they were requested.
-    """
+    """Print what `storm_bench.activations` measured, one line per family of models."""
     head = f"{'captured from a training step':34} {'bound':>8} {'fast':>8} {'dense':>8}"
     write_line(f"{head}  reached of the bound")
     for family in families:
         ratios = " ".join(f"{family[f'{kind}_ratio']:7.3f}x" for kind in ("bound", "fast", "dense"))
         shares = f"{family['fast_of_bound']:.1%}, {family['dense_of_bound']:.1%}"
         write_line(f"{family['family']:34} {ratios}  {shares}")
-        for tensor in family["tensors"]:
-            if tensor["analysis"]:
-                write_line(indent(tensor["analysis"], "  ") + "\n")
 
 
 def _kinds(values: int) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,6 +17,7 @@ from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.codec import measure_codec, print_captured, print_codec
 from storm_bench.gemm import add_gemm_arguments, measure_gemm, print_gemm
 from storm_bench.interrupts import noted_interrupts
+from storm_bench.rows import run_child
 from storm_bench.scan import add_scan_arguments, measure_scan, print_scan
 from storm_bench.ternary import (
     add_ternary_arguments,
@@ -26,7 +26,7 @@ from storm_bench.ternary import (
 )
 from storm_bench.train.command import add_train_arguments, measure_train, print_train
 from storm_bench.zoo.command import add_zoo_arguments, measure_zoo, print_zoo
-from stormd.commands.arguments import check_picture, positive_int
+from stormd.commands.arguments import positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import describe
 from stormd.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
@@ -63,12 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codec.add_argument("--values", type=positive_int, default=1 << 24, help="values of a tensor")
     codec.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
     codec.add_argument("--steps", type=positive_int, default=15, help="steps before capturing")
-    codec.add_argument(
-        "--tensors", action="store_true", help="tell of each captured tensor what each mode reaches"
-    )
-    codec.add_argument(
-        "--image", metavar="FILE", help="draw captured tensors' ratios, PNG or SVG (default: no)"
-    )
     text = "ternary products beside NumPy, torch and bitblas, and what a model takes in memory"
     ternary = benchmarks.add_parser("ternary", help=text, description=text)
     add_ternary_arguments(ternary)
@@ -117,10 +111,7 @@ def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_codec(args: argparse.Namespace) -> dict[str, Any]:
-    check_picture(args.image)
-    more = [f"--image={args.image}"] if args.image else []
-    more += ["--analyze"] if args.tensors else []
-    captured = _run_client("activations", [f"--steps={args.steps}", *more])
+    captured = _run_client("activations", [f"--steps={args.steps}"])
     return {"kinds": measure_codec(args.values, args.rounds), "captured": captured["families"]}
 
 
@@ -131,21 +122,14 @@ def _print_codec(figures: dict[str, Any]) -> None:
 
 
 def _run_client(benchmark: str, arguments: list[str]) -> dict[str, Any]:
+    environ = {**os.environ, "GLIBC_TUNABLES": _MALLOC}
     command = [sys.executable, "-m", f"storm_bench.{benchmark}", *arguments]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module and flags
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
-        )
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"the benchmark took longer than {_SECONDS:g} s") from None
-    if done.returncode != 0:
-        raise ChildFailed(f"the benchmark ended with {done.returncode}: {tail(done.stderr)}")
-    figures: dict[str, Any] = json.loads(done.stdout)
+    ended = run_child(command, _SECONDS, environ)
+    if ended.status is None:
+        raise ChildFailed(f"the benchmark took longer than {_SECONDS:g} s")
+    if ended.status != 0:
+        raise ChildFailed(f"the benchmark ended with {ended.status}: {tail(ended.complaints)}")
+    figures: dict[str, Any] = json.loads(ended.output)
     return figures
 
 

@@ -14,18 +14,38 @@ from stormd.errors import ChildFailed
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MPS", "compile_codec", "device_here", "mps_is_on", "peak_bytes", "reset_peak"]
+__all__ = [
+    "FREES_AT_ONCE",
+    "MPS",
+    "compile_codec",
+    "device_here",
+    "mps_is_on",
+    "peak_bytes",
+    "reset_peak",
+]
 
 _KIB: Final = 1 << 10
+
+FREES_AT_ONCE: Final = {
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
+}
+"""Variables of a process whose resident memory on a CPU is measured, whatever its method.
+
+Each large tensor has a mapping of its own, which `free` returns to the kernel at once, and huge
+pages keep the cost of that small. Otherwise the heap keeps holes of freed tensors, differently in
+every run, and the peak shows malloc's behaviour. On a GPU it changes little.
+"""
 
 MPS: Final = {True: ", MPS on", False: ", MPS off", None: ""}
 """How the state of MPS is shown after a device's name."""
 
 
-def device_here() -> str:
-    """Return "cuda" if PyTorch finds a GPU, else "cpu"."""
+def device_here(wanted: str = "auto") -> str:
+    """Return the device that is wanted; for "auto" "cuda" if PyTorch finds a GPU, else "cpu"."""
     import torch
 
+    if wanted != "auto":
+        return wanted
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -9,11 +9,7 @@ that join them; "layer" is the whole MLP with all its gradients.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +32,6 @@ _SEED: Final = 46
 _CALLS: Final = 4
 """Calls that are timed together; the first finds the caches as the previous way left them."""
 
-_NCU_SECONDS: Final = 240.0
 _PLAIN: Final = "cuBLAS"
 _APART: Final = "cuBLAS, encoded apart"
 _STORM: Final = "storm"
@@ -86,11 +81,6 @@ def add_gemm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tilings", action="store_true", help="also every tiling of the kernel (default: no)"
     )
-    parser.add_argument(
-        "--dram",
-        action="store_true",
-        help="also the bytes that the device's memory moves, by Nsight Compute (default: no)",
-    )
 
 
 def measure_gemm(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,14 +92,14 @@ def measure_gemm(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from storm_kernels import gemm
 
-    device = device_here() if args.device == "auto" else args.device
+    device = device_here(args.device)
     cases = CASES[device]
     found: dict[str, Any] = {}
     for name in args.cases or cases:
         if name not in cases:
             found[name] = {"skipped": f"it is not for {device}"}
             continue
-        found[name] = _Bench(name, cases[name], device, args).figures()
+        found[name] = _Bench(cases[name], device, args).figures()
         sys.stderr.write(f"{name} measured\n")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -123,8 +113,8 @@ def measure_gemm(args: argparse.Namespace) -> dict[str, Any]:
 class _Bench:
     """Measures one case; every figure is the median of `rounds`, in seconds per call."""
 
-    def __init__(self, name: str, case: Case, device: str, args: argparse.Namespace) -> None:
-        self._name, self._case, self._device, self._args = name, case, device, args
+    def __init__(self, case: Case, device: str, args: argparse.Namespace) -> None:
+        self._case, self._device, self._args = case, device, args
         self._ways = _Ways(case, device)
 
     def figures(self) -> dict[str, Any]:
@@ -140,8 +130,6 @@ class _Bench:
         found["layer"] = self._table(ways.layer())
         found["ratio"] = ways.ratio()
         found["counted_bytes"] = _counted_bytes(case, found["ratio"])
-        if self._args.dram:
-            found["dram_bytes"] = {way: _dram_bytes(self._name, way) for way in (_APART, _STORM)}
         return found
 
     def _table(self, ways: dict[str, Contender]) -> dict[str, dict[str, Any]]:
@@ -375,50 +363,6 @@ def _counted_bytes(case: Case, ratio: float) -> dict[str, float]:
     }
 
 
-def _dram_bytes(case: str, way: str) -> dict[str, Any]:
-    """Return the bytes that the device's memory moves in one call, as Nsight Compute counts."""
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        return {"skipped": "Nsight Compute (ncu) is not installed"}
-    command = [
-        ncu, "--csv", "--profile-from-start=off",
-        "--metrics=dram__bytes_read.sum,dram__bytes_write.sum",
-        sys.executable, "-m", "storm_bench.gemm", case, way,
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(  # noqa: S603 - a profiler and our own module
-            command, capture_output=True, text=True, timeout=_NCU_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"skipped": f"Nsight Compute took longer than {_NCU_SECONDS:g} s"}
-    rows = csv.DictReader(io.StringIO(done.stdout[done.stdout.find('"ID"') :]))
-    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    moved = {"read": 0.0, "write": 0.0}
-    for row in rows:
-        name = row.get("Metric Name") or ""
-        if name.startswith("dram__bytes_"):
-            value = float((row["Metric Value"] or "0").replace(",", ""))
-            moved[name.split("_")[-1].split(".")[0]] += value * units[row["Metric Unit"]]
-    if not sum(moved.values()):
-        return {"skipped": (done.stderr or done.stdout).strip().splitlines()[-1:]}
-    return moved
-
-
-def _once(case: str, way: str) -> None:
-    """Run a way for the profiler."""
-    import torch
-
-    run = _Ways(CASES["cuda"][case], "cuda").forward(compiled=False, tilings=False)[way]
-    assert not isinstance(run, str), run
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch's gap
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch's gap
-
-
 # --- for people -----------------------------------------------------------------------------
 
 
@@ -439,9 +383,3 @@ def print_gemm(figures: dict[str, Any]) -> None:
         write_line(
             f"  bytes by count: {counted[_STORM] / 1e6:.0f} MB of {counted[_APART] / 1e6:.0f} MB"
         )
-        for way, moved in case.get("dram_bytes", {}).items():
-            write_line(f"  bytes of the device's memory, {way}: {moved}")
-
-
-if __name__ == "__main__":
-    _once(*sys.argv[1:])

@@ -13,13 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.contenders import Contender, cells, seconds_of, skipped
 from storm_bench.devices import device_here
-from storm_bench.pictures import draw_scan
-from stormd.commands.arguments import check_picture, positive_int
+from stormd.commands.arguments import positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions
 from stormd.output import write_line
@@ -82,26 +80,21 @@ def add_scan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     parser.add_argument("--rounds", type=positive_int, default=20, help="the median counts")
-    parser.add_argument(
-        "--image", metavar="FILE", help="draw the times over a copy's (default: no)"
-    )
 
 
 def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every case and return the figures; draw them if requested.
+    """Measure every case and return the figures.
 
     Raises:
-        ConfigError: the requested picture could not be written.
         ChildFailed: a scan's result is wrong.
     """
     import torch
 
-    check_picture(args.image)
-    device = device_here() if args.device == "auto" else args.device
+    device = device_here(args.device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a CPU's scans are compared on one core
     try:
-        figures = {
+        return {
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, one thread",
             "backends": _backends(),
             "peers": package_versions(_PACKAGES),
@@ -110,9 +103,6 @@ def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
         }
     finally:
         torch.set_num_threads(threads)
-    if args.image:
-        draw_scan(figures, Path(args.image))
-    return figures
 
 
 def _measured(

@@ -11,13 +11,11 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.contenders import seconds_of
-from storm_bench.pictures import draw_ternary
-from stormd.commands.arguments import check_picture, positive_int
+from stormd.commands.arguments import positive_int
 from stormd.output import write_line
 
 if TYPE_CHECKING:
@@ -43,21 +41,13 @@ def add_ternary_arguments(ternary: argparse.ArgumentParser) -> None:
     )
     ternary.add_argument("--rounds", type=positive_int, default=51, help="the median counts")
     ternary.add_argument("--threads", type=positive_int, default=1, help="threads of each backend")
-    ternary.add_argument(
-        "--image", metavar="FILE", help="draw the products, PNG or SVG (default: no)"
-    )
 
 
 def measure_ternary(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of this machine; draw them if requested.
-
-    Raises:
-        ConfigError: the requested picture could not be written.
-    """
+    """Return the figures of this machine."""
     import numpy as np
     from storm_kernels import backends
 
-    check_picture(args.image)
     rng = np.random.default_rng(0)
     rows: dict[str, dict[str, dict[str, float]]] = {}
     with _torch_threads(args.threads):
@@ -69,16 +59,13 @@ def measure_ternary(args: argparse.Namespace) -> dict[str, Any]:
         rows[f"network {'-'.join(map(str, _NET))}, {_BATCH} x"] = _timed(
             _network(rng, args.threads), args.rounds
         )
-    figures = {
+    return {
         "backends": {name: info.detail for name, info in backends("ternary").items()},
         "threads": args.threads,
         "left_out": {"bitblas": _why_no_bitblas()},
         "seconds": rows,
         "memory_bytes": {name: _PARAMETERS * bits // 8 for name, bits in _BITS.items()},
     }
-    if args.image:
-        draw_ternary(figures, Path(args.image))
-    return figures
 
 
 def print_ternary(figures: dict[str, Any]) -> None:

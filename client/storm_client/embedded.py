@@ -20,7 +20,12 @@ from typing import IO
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.transport.handshake import is_listening
-from stormd.protocol import private_pool_commit, temporary_directory, unknown_variables
+from stormd.protocol import (
+    daemon_environment,
+    private_pool_commit,
+    temporary_directory,
+    unknown_variables,
+)
 
 __all__ = ["EmbeddedDaemon", "shared_daemon"]
 
@@ -31,11 +36,6 @@ END_SECONDS = 15.0
 """Limit for a daemon to end after its last client did; the daemon's own deadline is shorter."""
 
 POLL_SECONDS = 0.02
-
-NOT_FOR_DAEMONS = ("CUDA_DEVICE_MAX_CONNECTIONS", "NOTIFY_SOCKET")
-"""Environment variables that a daemon must not inherit. Scripts such as Megatron's set the first to
-1, which would serialize a daemon's copies and kernels. The second belongs to the script's own
-service manager."""
 
 
 class EmbeddedDaemon:
@@ -163,8 +163,10 @@ def _environment() -> dict[str, str]:
 
     The script is warned of unknown variables when it connects; they must not make it fail.
     """
-    left_out = {*NOT_FOR_DAEMONS, *unknown_variables(os.environ)}
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    environ = daemon_environment(os.environ)
+    for name in unknown_variables(environ):
+        del environ[name]
+    return environ
 
 
 def _end_of(log: IO[bytes]) -> str:

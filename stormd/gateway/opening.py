@@ -28,6 +28,7 @@ from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
     PROTOCOL_VERSION,
+    Credentials,
     Envelope,
     Hello,
     Message,
@@ -42,7 +43,6 @@ from stormd.protocol import (
 )
 from stormd.protocol.limits import TOKEN_BYTES
 from stormd.transport.control import Connection
-from stormd.transport.listener import Credentials
 from stormd.workers.fleet import Fleet, Worker
 
 __all__ = ["NAME_SHOWN", "Opening", "ProvideStatus", "Terms"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, Generic, TypeVar
 
-__all__ = ["FairQueue", "FairShares"]
+__all__ = ["FairQueue"]
 
 JOB_BYTES: Final = 64 << 10
 """Cost of a job beyond its bytes, expressed in bytes: some 20 microseconds of a worker. Without it,
@@ -22,8 +22,8 @@ a session with small tensors would get most of the time."""
 Job = TypeVar("Job")
 
 
-class FairShares:
-    """Chooses which session moves bytes next; sessions are numbers, known from `enter` to `forget`.
+class FairQueue(Generic[Job]):
+    """The jobs of all sessions. Thread-safe. A session is a number, known from its first job on.
 
     Start-time fair queueing (Goyal, Vin and Cheng, 1996): a session's tag is the number of bytes
     that it has moved, and the session with the smallest tag is next. A session that had no work
@@ -32,35 +32,10 @@ class FairShares:
     """
 
     def __init__(self) -> None:
-        self._tags: dict[int, int] = {}
-        self._now = 0
-        """The tag that the last served session had when it was served."""
-
-    def enter(self, session: int) -> None:
-        """Note that a session without work now has some."""
-        self._tags[session] = max(self._tags.get(session, 0), self._now)
-
-    def next(self, sessions: Iterable[int]) -> int:
-        """Return the session with the smallest tag; of equal tags the first."""
-        return min(sessions, key=self._tags.__getitem__)
-
-    def record_bytes(self, session: int, nbytes: int) -> None:
-        """Note that a session is served and moves so many bytes."""
-        self._now = max(self._now, self._tags[session])
-        self._tags[session] += nbytes
-
-    def forget(self, session: int) -> None:
-        """Forget a session that has ended; an unknown session is fine."""
-        self._tags.pop(session, None)
-
-
-class FairQueue(Generic[Job]):
-    """The jobs of all sessions. Thread-safe. A session is a number, known from its first job on."""
-
-    def __init__(self) -> None:
         self._changed = threading.Condition()  # protects all below
         self._waiting: dict[int, deque[tuple[Job, int]]] = {}  # jobs with their bytes
-        self._shares = FairShares()
+        self._tags: dict[int, int] = {}  # of each session until it retires
+        self._now = 0  # the tag that the last served session had when it was served
         self._running: dict[int, int] = {}
         self._idle = 0  # workers that wait for a job
         self._retiring: set[int] = set()
@@ -73,7 +48,7 @@ class FairQueue(Generic[Job]):
             queue = self._waiting.get(session)
             if queue is None:
                 queue = self._waiting[session] = deque()
-                self._shares.enter(session)
+                self._tags[session] = max(self._tags.get(session, 0), self._now)
             queue.extend(jobs)
             if self._idle:
                 self._changed.notify(len(jobs))
@@ -133,10 +108,11 @@ class FairQueue(Generic[Job]):
     # --- called with the lock held ----------------------------------------------------------
 
     def _next(self) -> tuple[int, Job]:
-        session = self._shares.next(self._waiting)
+        session = min(self._waiting, key=self._tags.__getitem__)  # of equal tags the first
         queue = self._waiting[session]
         job, nbytes = queue.popleft()
-        self._shares.record_bytes(session, nbytes + JOB_BYTES)
+        self._now = max(self._now, self._tags[session])
+        self._tags[session] += nbytes + JOB_BYTES
         if not queue:
             del self._waiting[session]
         self._running[session] = self._running.get(session, 0) + 1
@@ -146,6 +122,6 @@ class FairQueue(Generic[Job]):
         if session not in self._retiring or session in self._waiting or session in self._running:
             return
         self._retiring.discard(session)
-        self._shares.forget(session)
+        self._tags.pop(session, None)
         self._retired.append(session)
         self._changed.notify()

@@ -1,1 +1,1 @@
-"""What operators see: metrics, health, logs, profiler ranges."""
+"""What operators see: metrics, health, logs."""

@@ -4,13 +4,13 @@ This package imports only the standard library and msgpack, so a client never lo
 """
 
 from stormd.protocol.addresses import (
-    SocketTrouble,
+    Credentials,
     accepts_connections,
     default_addresses,
     distrust,
     lifeline_path,
     parse_address,
-    peer_uid,
+    peer_credentials,
     socket_trouble,
     temporary_directory,
     worker_lifeline_path,
@@ -26,7 +26,6 @@ from stormd.protocol.fields import (
     REJECTIONS,
     RESTORE_FIELDS,
     RESTORED_FIELDS,
-    STORE_FIELDS,
     STORED_FIELDS,
     pack,
     unpack,
@@ -86,7 +85,11 @@ from stormd.protocol.messages import (
     Welcome,
     part_count,
 )
-from stormd.protocol.variables import private_pool_commit, unknown_variables
+from stormd.protocol.variables import (
+    daemon_environment,
+    private_pool_commit,
+    unknown_variables,
+)
 
 __all__ = [
     "BUDGET_VARIABLE",
@@ -101,7 +104,6 @@ __all__ = [
     "RESTORED_FIELDS",
     "RESTORE_FIELDS",
     "STORED_FIELDS",
-    "STORE_FIELDS",
     "Admitted",
     "Budget",
     "CacheCancel",
@@ -115,6 +117,7 @@ __all__ = [
     "CachePut",
     "CacheReady",
     "CacheTensor",
+    "Credentials",
     "Entries",
     "Envelope",
     "Failed",
@@ -139,7 +142,6 @@ __all__ = [
     "Restored",
     "RestoredParts",
     "Resume",
-    "SocketTrouble",
     "Status",
     "StatusRequest",
     "Store",
@@ -150,6 +152,7 @@ __all__ = [
     "Welcome",
     "accepts_connections",
     "budget_text",
+    "daemon_environment",
     "decode",
     "decode_each",
     "default_addresses",
@@ -163,7 +166,7 @@ __all__ = [
     "parse_address",
     "parse_budget",
     "part_count",
-    "peer_uid",
+    "peer_credentials",
     "private_pool_commit",
     "socket_trouble",
     "temporary_directory",

@@ -15,19 +15,21 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from stormd.protocol.errors import ProtocolError
 
 __all__ = [
     "DAEMON_UIDS_VARIABLE",
     "SYSTEM_DIRECTORY",
+    "Credentials",
     "SocketTrouble",
     "accepts_connections",
     "default_addresses",
     "distrust",
     "lifeline_path",
     "parse_address",
-    "peer_uid",
+    "peer_credentials",
     "socket_trouble",
     "temporary_directory",
     "user_directory",
@@ -42,8 +44,6 @@ DAEMON_UIDS_VARIABLE = "STORMD_DAEMON_UIDS"
 """The variable that names further users whose daemons are trusted: numbers, comma-separated."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_CREDENTIALS = struct.Struct("iII")
-"""The layout of SO_PEERCRED: process, user, group."""
 
 _SHORT = "/tmp"  # noqa: S108 - what a daemon uses there is 0700 and its own user's
 """The directory for sockets if the usual directory's name is too long."""
@@ -102,7 +102,7 @@ def socket_trouble(path: Path, environ: Mapping[str, str] = os.environ) -> Socke
         probe.settimeout(CONNECT_SECONDS)
         try:
             probe.connect(str(path))
-            return distrust(path, peer_uid(probe), environ)
+            return distrust(path, peer_credentials(probe).uid, environ)
         except BlockingIOError:
             return _distrust_crowded(path, environ)
         except PermissionError:
@@ -129,10 +129,19 @@ def _distrust_crowded(path: Path, environ: Mapping[str, str]) -> SocketTrouble |
         return SocketTrouble(f"{path}: {error.strerror}", "try again")
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the user whose process listened at the other end of a Unix socket, from the kernel."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])
+class Credentials(NamedTuple):
+    """The owner of a process, as the kernel says; `pid` is 0 if it is in another namespace."""
+
+    uid: int
+    gid: int
+    pid: int
+
+
+def peer_credentials(line: socket.socket) -> Credentials:
+    """Return who listened, or connected, at the other end of a Unix socket."""
+    found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    pid, uid, gid = struct.unpack("iII", found)
+    return Credentials(uid=uid, gid=gid, pid=pid)
 
 
 def distrust(path: Path, uid: int, environ: Mapping[str, str] = os.environ) -> SocketTrouble | None:

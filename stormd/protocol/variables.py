@@ -17,6 +17,7 @@ __all__ = [
     "CLIENT_SETTINGS",
     "PREFIX",
     "SETTINGS",
+    "daemon_environment",
     "private_pool_commit",
     "unknown_variables",
 ]
@@ -73,10 +74,22 @@ ADVISE_VARIABLE: Final = f"{PREFIX}ADVISE"
 _NAMES: Final = SETTINGS + CLIENT_SETTINGS
 _VARIABLES: Final = tuple(PREFIX + name.upper() for name in _NAMES)
 
+_NOT_FOR_DAEMONS: Final = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",  # Megatron's 1 makes a daemon's copies wait for kernels
+    "NOTIFY_SOCKET",  # of the service manager of who starts it
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+)
+
 _SERVICE_LINK: Final = re.compile(
     r"STORMD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)"
 )
 """Variables that Kubernetes sets in every pod beside a Service named stormd or stormd-..."""
+
+
+def daemon_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a daemon that a script or `stormd run` starts."""
+    return {name: text for name, text in environ.items() if name not in _NOT_FOR_DAEMONS}
 
 
 def private_pool_commit(environ: Mapping[str, str]) -> str | None:

@@ -21,7 +21,12 @@ from typing import Any, Final, NoReturn
 
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
 from stormd.output import EXIT_FAILED, print_to_stderr
-from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address
+from stormd.protocol import (
+    BUDGET_VARIABLE,
+    accepts_connections,
+    daemon_environment,
+    parse_address,
+)
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.supervise import mps
 from stormd.supervise.processes import TURN_SECONDS, Family, end_by, exit_status, send
@@ -52,13 +57,6 @@ _DAEMON_SECONDS: Final = 15.0
 """How long a daemon may take to end in order."""
 
 _STATUS_SECONDS: Final = 5.0
-
-_NOT_FOR_DAEMONS: Final = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",  # Megatron's 1 makes a daemon's copies wait for kernels
-    "NOTIFY_SOCKET",  # of the manager of this run, not of the daemon
-    "WATCHDOG_USEC",
-    "WATCHDOG_PID",
-)
 
 
 def keep(
@@ -207,10 +205,8 @@ class _Keeper:
         log = self._directory / "daemon.log"
         command = [sys.executable, "-m", "stormd", "serve", "--address", address]
         command += self._request.daemon_flags
-        left_out = set(_NOT_FOR_DAEMONS)
-        environ = {name: text for name, text in self._environ.items() if name not in left_out}
         with log.open("wb") as output:
-            daemon = self._start_service(command, environ, output)
+            daemon = self._start_service(command, daemon_environment(self._environ), output)
         services.callback(self._end_daemon, daemon)
 
         def has_come() -> bool:

@@ -25,10 +25,10 @@ from itertools import islice
 from typing import Final
 
 from stormd import open_files
-from stormd.protocol import parse_address
+from stormd.protocol import Credentials, parse_address, peer_credentials
 from stormd.protocol.limits import MAX_FRAME_BYTES
 from stormd.protocol.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
-from stormd.transport.listener import Credentials, Listener, peer_credentials
+from stormd.transport.listener import Listener
 from stormd.transport.sessionless import Sessionless
 
 __all__ = ["Connection", "ControlSocket"]

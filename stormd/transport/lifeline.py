@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Final
 
 from stormd.open_files import close_all
+from stormd.protocol import Credentials, peer_credentials
 from stormd.protocol.limits import PIECE_NUMBER_BYTES, TOKEN_BYTES
-from stormd.transport.listener import Credentials, Listener, peer_credentials, received
+from stormd.transport.listener import Listener, received
 from stormd.transport.sessionless import Sessionless
 
 __all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]

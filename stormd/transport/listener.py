@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from stormd.errors import error_with_remedy
+from stormd.protocol import Credentials, peer_credentials
 from stormd.runtime_directory import SocketFile
 
-__all__ = ["Credentials", "Listener", "peer_credentials", "received"]
+__all__ = ["Listener", "received"]
 
 log = logging.getLogger(__name__)
 
@@ -30,21 +30,6 @@ ACCEPTED_A_TURN: Final = 64
 
 RETRY_SECONDS: Final = 0.1
 """Pause after the kernel refused a connection because descriptors ran out."""
-
-
-class Credentials(NamedTuple):
-    """The owner of a process, as the kernel says; `pid` is 0 if it is in another namespace."""
-
-    uid: int
-    gid: int
-    pid: int
-
-
-def peer_credentials(line: socket.socket) -> Credentials:
-    """Return who connected the other end of a Unix socket."""
-    found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    pid, uid, gid = struct.unpack("iII", found)
-    return Credentials(uid=uid, gid=gid, pid=pid)
 
 
 def received(line: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]] | None:

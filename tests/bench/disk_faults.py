@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.recording import parser_of, show
 from support.failing_file import FAULTS, FailingFile
-from support.spilling import ENCRYPT
+from support.spilling import ENCRYPT, put_bytes, read_bytes
 
 from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
@@ -37,7 +37,7 @@ from stormd.ledger.events import (
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.sessions import Limits, SessionInfo
-from stormd.memory.arena import Block, Space, slack_of
+from stormd.memory.arena import Space, slack_of
 from stormd.memory.extents import PAGE
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Failed, Message, Rejected, Release, Restore, Restored, Store
@@ -181,25 +181,15 @@ class Round:
         if isinstance(job, StoreJob):
             text = self._texts[job.entry]
             block = job.place(len(text))
-            self._fill(block, text)
+            put_bytes(self._address, block, text)
             done: Result = StoreDone(
                 session=SESSION, entry=job.entry, block=block, mode="raw", seconds=0.0
             )
         else:
-            assert self._read(job.block) == self._texts[job.entry], "wrong bytes were restored"
+            found = read_bytes(self._address, job.block)
+            assert found == self._texts[job.entry], "wrong bytes were restored"
             done = RestoreDone(session=SESSION, ticket=job.ticket, seconds=0.0)
         self._take(done)
-
-    def _fill(self, block: Block, text: bytes) -> None:
-        done = 0
-        for offset, nbytes in block.used_extents():
-            ctypes.memmove(self._address + offset, text[done : done + nbytes], nbytes)
-            done += nbytes
-
-    def _read(self, block: Block) -> bytes:
-        return b"".join(
-            ctypes.string_at(self._address + at, size) for at, size in block.used_extents()
-        )
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Failed):

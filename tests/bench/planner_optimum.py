@@ -27,7 +27,7 @@ from scipy.sparse import lil_array
 from storm_bench.child_daemon import ChildDaemon
 from storm_bench.train.gpt import Workload
 from storm_bench.train.llama import LlamaWorkload
-from storm_bench.train.workloads import WORKLOADS, make
+from storm_bench.train.workloads import WORKLOADS, make, plain_loss
 from storm_client.planner.decisions import Keep, Replay
 from storm_client.planner.groups import MAX_IN_BLOCK
 from storm_client.planner.machine import CUDA, Machine
@@ -91,7 +91,7 @@ def recorded(name: str, address: str) -> Problem:
         with offload:
             for block in training.net.blocks:
                 x = block(x)
-        training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
+        plain_loss(training.net, x, training.targets).backward()  # type: ignore[no-untyped-call]
         signature = offload._planning._signatures.latest
         values = [value.planned() for value in signature.values]
         timed = tuple(

@@ -4,7 +4,7 @@
         einops vit-pytorch torch_geometric torchdiffeq gpytorch linear_operator jaxtyping \
         wadler-lindig monai kornia kornia_rs denoising-diffusion-pytorch ema-pytorch
     PYTHONPATH=tests:zoo python -m bench.real_models --json tests/bench/results/real_models.json
-    stormd run --mps=on -- python -m bench.real_models --device cuda --libraries timm torchvision
+    stormd run --mps=on -- python -m bench.real_models --device cuda
 
 Each model does some steps with AdamW, in float32 and under autocast to bfloat16, twice without
 offload, and then each way: hooks at several options, `storm.compile`, `storm.compile_step`. The
@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import pytest
 import storm_client as storm
 import torch
-from bench.library_models import LIBRARIES, Maker, Trained, library_models
 from bench.recording import parser_of, record
 from storm_client.errors import UsageError
 from support.planning import replay_all
@@ -55,6 +54,16 @@ STEP: dict[str, Any] = {"min_bytes": 64, "codegen": "eager"}
 WAYS = ("hooks", "compile", "step")
 MAX_CHARACTERS = 300
 POOL_BYTES = 1 << 30
+
+
+class Trained(NamedTuple):
+    """A model, and what a step computes with it."""
+
+    module: nn.Module
+    forward: Callable[[nn.Module], Any]
+
+
+Maker = Callable[[], Trained]
 
 
 def _diffusers(name: str, shape: tuple[int, ...], more: dict[str, Any], **config: Any) -> Maker:
@@ -456,8 +465,6 @@ def main() -> None:
     """Train what the arguments say."""
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="(default: all there are)")
-    libraries = "train all architectures of these instead"
-    parser.add_argument("--libraries", nargs="*", choices=LIBRARIES, default=(), help=libraries)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="the first of how many")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="what is left then is not")
@@ -470,9 +477,8 @@ def main() -> None:
         replay_all(pytest.MonkeyPatch())
     if args.device == "cuda":
         torch.use_deterministic_algorithms(True)
-    models = library_models(args.libraries) if args.libraries else MODELS
     first, every = args.part
-    names = list(args.models or models)[first::every]
+    names = list(args.models or MODELS)[first::every]
     rows: dict[str, dict[str, str]] = {}
     end = time.monotonic() + args.seconds
     with _connected(args.device) as client:
@@ -481,7 +487,7 @@ def main() -> None:
             if time.monotonic() > end:
                 break
             how = {"half": half, "device": args.device, "steps": args.steps}
-            row = compare(models[name], client, args.ways, **how)
+            row = compare(MODELS[name], client, args.ways, **how)
             rows[f"{name}, {'bfloat16' if half else 'float32'}"] = row
             print(f"{name}, {'bfloat16' if half else 'float32'}: {row}", flush=True)
     counts = Counter(outcome.partition(":")[0] for row in rows.values() for outcome in row.values())

@@ -35,7 +35,7 @@ from storm_bench.devices import device_here
 from storm_bench.train.gpt import attention
 from storm_bench.train.llama import Llama
 from storm_bench.train.methods import MIN_BYTES
-from storm_bench.train.workloads import WORKLOADS, Training, make
+from storm_bench.train.workloads import WORKLOADS, Training, make, plain_loss
 from storm_client.transport.handshake import is_listening
 from support.waiting import wait_until
 from torch import nn
@@ -129,7 +129,7 @@ def _step(training: Training, offload: AbstractContextManager[object]) -> None:
     with offload:
         for block in training.net.blocks:
             x = block(x)
-        loss = training.net.loss(x, training.targets)
+        loss = plain_loss(training.net, x, training.targets)
     loss.backward()  # type: ignore[no-untyped-call]
     if training.optimizer is not None:
         training.optimizer.step()

@@ -34,6 +34,7 @@ from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     PROTOCOL_VERSION,
+    Credentials,
     Envelope,
     Hello,
     Message,
@@ -43,7 +44,6 @@ from stormd.protocol import (
     decode,
     encode,
 )
-from stormd.transport.listener import Credentials
 
 __all__ = ["DaemonCore"]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from storm_kernels import ancf
 from support import fake_cuda
 from support.waiting import wait_until
 
@@ -224,7 +223,7 @@ def lanes_on_fake_devices(
 def is_prepared(lane: Any) -> bool:
     """Tell whether the lane encodes all types by now; until then their bytes are stored raw."""
     codecs = [device.codec for device in lane._devices.values()]
-    return all(codec.is_ready(dtype) for codec in codecs for dtype in ancf.DType)
+    return not any(codec._preparing.is_alive() for codec in codecs)
 
 
 def hello(uuid: str = fake_cuda.UUID) -> Hello:

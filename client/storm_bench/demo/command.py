@@ -17,6 +17,7 @@ from storm_bench.demo.past_vram import add_past_vram_arguments, run_past
 from storm_bench.demo.report import Comparison, Report
 from storm_bench.demo.run import Plan, run_demo
 from storm_bench.demo.trainers import OnStep
+from storm_bench.devices import device_here
 from storm_bench.interrupts import noted_interrupts
 from stormd.commands.arguments import positive_int
 from stormd.errors import ConfigError
@@ -83,11 +84,10 @@ def _device_and_dtype(wanted: str) -> tuple[str, str]:
     """Return the device, and the dtype: bfloat16 if it is not slower there, else float32."""
     import torch
 
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here(wanted)
     capability = torch.backends.cpu.get_cpu_capability()
-    fast = wanted == "cuda" or capability.startswith(("AVX512", "AMX"))
-    return wanted, "bfloat16" if fast else "float32"
+    fast = device == "cuda" or capability.startswith(("AVX512", "AMX"))
+    return device, "bfloat16" if fast else "float32"
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from storm_bench.child_daemon import ChildDaemon, tail
+from storm_bench.rows import run_child
 from stormd.errors import ChildFailed, ConfigError, LaneUnavailable
 from stormd.machine import describe
 from stormd.output import EXIT_FAILED, EXIT_OK, write_json, write_line
@@ -138,16 +138,13 @@ def run_past_vram(plan: PastPlan) -> PastReport:
 
 def _train(plan: PastPlan, address: str | None) -> PastRun:
     command = [sys.executable, "-m", _MODULE, *plan.arguments(address)]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module and flags
-            command, capture_output=True, text=True, timeout=plan.timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"the trainer took longer than {plan.timeout:g} s") from None
-    if done.returncode:
-        raise ChildFailed(f"the trainer ended with {done.returncode}: {tail(done.stderr)}")
+    ended = run_child(command, plan.timeout)
+    if ended.status is None:
+        raise ChildFailed(f"the trainer took longer than {plan.timeout:g} s")
+    if ended.status != 0:
+        raise ChildFailed(f"the trainer ended with {ended.status}: {tail(ended.complaints)}")
     run = PastRun()
-    for line in done.stdout.splitlines():
+    for line in ended.output.splitlines():
         run.take(json.loads(line))
     return run
 

@@ -19,6 +19,7 @@ import torch
 from storm_bench.demo.text import VOCABULARY, Corpus, standard_library_text
 from storm_bench.demo.trainer import report_line
 from storm_bench.train.gpt import Gpt, Workload, attention
+from storm_bench.train.workloads import plain_loss
 
 __all__ = ["main"]
 
@@ -81,7 +82,7 @@ def _take_steps(
             x = model.embed(inputs)
             for block in model.blocks:
                 x = block(x)
-            loss = model.loss(x, targets)
+            loss = plain_loss(model, x, targets)
         del x
         loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
         optimizer.step()

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import IO, Any, Final
 
 from storm_bench.child_daemon import tail
+from storm_bench.devices import FREES_AT_ONCE
 from stormd.errors import ChildFailed
 
 __all__ = ["OnStep", "Step", "Trained", "run_trainers"]
@@ -28,13 +29,6 @@ OnStep = Callable[[int, int, float], None]
 """Called with a trainer's index, the number of its steps done and the last loss."""
 
 _MODULE: Final = "storm_bench.demo.trainer"
-_MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
-"""Every large tensor gets a mapping of its own, of huge pages, which `free` returns at once.
-
-Otherwise the heap keeps holes of freed tensors, differently in every run, and the peak of resident
-memory would show malloc's behaviour rather than the training's memory. All trainers of the demo use
-it, with offload and without.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +123,7 @@ def _running(index: int, arguments: list[str], lines: Queue[_Line]) -> Iterator[
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=complaints,
-            env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
+            env=os.environ | FREES_AT_ONCE,
             text=True,
         ) as process,
     ):

@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--warm-ups", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--timeline")
     args = parser.parse_args()
     model = Model(args.workload, torch.device(args.device))
     for method in args.methods:
@@ -37,7 +36,6 @@ def main() -> None:
             address=args.address,
             warm_ups=args.warm_ups,
             steps=args.steps,
-            timeline=args.timeline,
         )
         with measured(trial, model) as figures:
             sys.stdout.write(json.dumps(figures) + "\n")

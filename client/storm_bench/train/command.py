@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import IO, Any, Final
 import psutil
 
 from storm_bench.child_daemon import ChildDaemon, tail
-from storm_bench.devices import MPS, compile_codec, device_here, mps_is_on
+from storm_bench.devices import FREES_AT_ONCE, MPS, compile_codec, device_here, mps_is_on
 from storm_bench.interrupts import noted_interrupts
 from storm_bench.pictures import draw_train, total_bytes
+from storm_bench.rows import Column, in_short, print_table, ratio_to
 from storm_bench.train import BUDGET_PREFIX, again, plain_seconds
 from stormd.commands.arguments import check_picture, positive_int, valid_budget
 from stormd.machine import memory_limit
@@ -66,12 +67,6 @@ METHODS: Final = (
 _CHILD_SECONDS: Final = 300.0
 _START_SECONDS: Final = 120.0
 _GIB: Final = 1 << 30
-
-_MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
-"""Memory of freed tensors is returned to the kernel at once, so that on a CPU the process's peak
-shows the memory in use. Huge pages keep the cost of that small. On a GPU it changes little. All
-methods use it.
-"""
 
 
 def add_train_arguments(train: argparse.ArgumentParser) -> None:
@@ -121,11 +116,6 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--image", metavar="FILE", help="draw step time against peak memory (default: no)"
     )
-    train.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="draw the last step of the last row with offload in time (default: no)",
-    )
 
 
 def measure_train(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,13 +125,12 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     other rows: the figures then say "interrupted".
 
     Raises:
-        ConfigError: a requested picture could not be written.
+        ConfigError: the requested picture could not be written.
         ChildFailed: the daemon or the compiler could not do its work.
     """
     check_picture(args.image)
-    check_picture(args.timeline, "--timeline")
     methods = [*args.methods, *(f"{BUDGET_PREFIX}{text}" for text in args.budgets)]
-    device = device_here() if args.device == "auto" else args.device
+    device = device_here(args.device)
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
     if device == "cuda":
@@ -157,7 +146,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
             noted_interrupts() as interrupts,
             ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
         ):
-            bench = _Bench(daemon, device, args.warm_ups, args.steps, args.timeline, open_nvml())
+            bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
             for name, table in rows.items():
                 last = ["none"] if args.together and "none" in methods[:-1] else []
                 with closing(bench.rows(name, methods + last, together=args.together)) as measured:
@@ -166,7 +155,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
                             table[method] |= again(row)
                         else:
                             table[method] = row
-                        sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
+                        sys.stderr.write(f"{name} {method}: {_short(row)}\n")
                         interrupts.check()
     except KeyboardInterrupt:
         figures["interrupted"] = True
@@ -183,7 +172,6 @@ class _Bench:
     device: str
     warm_ups: int
     steps: int
-    timeline: str | None
     nvml: Nvml | None
 
     def rows(
@@ -208,7 +196,7 @@ class _Bench:
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 text=True,
-                env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
+                env=os.environ | FREES_AT_ONCE,
             ) as process,
         ):
             try:
@@ -233,8 +221,6 @@ class _Bench:
             "warm-ups": self.warm_ups,
             "steps": self.steps,
         }
-        if self.timeline:
-            values["timeline"] = self.timeline
         flags = [f"--{name}={value}" for name, value in values.items()]
         return [sys.executable, "-m", "storm_bench.train", *flags, "--methods", *methods]
 
@@ -315,20 +301,19 @@ def _pool_bytes(device: str) -> int:
 
 # --- for people -----------------------------------------------------------------------------
 
-_COLUMNS: Final[list[tuple[str, Callable[[dict[str, Any]], Any], float]]] = [
-    ("step ms", lambda row: row["step_seconds"], 1e3),
-    ("x none", lambda row: row["of_none"], 1.0),
-    ("forward", lambda row: row["forward_seconds"], 1e3),
-    ("backward", lambda row: row["backward_seconds"], 1e3),
-    ("peak GiB", lambda row: row["peak_bytes"], 1 / _GIB),
-    ("process GiB", lambda row: row["process_device_bytes"], 1 / _GIB),
-    ("daemon GiB", lambda row: row["daemon_device_bytes"], 1 / _GIB),
-    ("total GiB", total_bytes, 1 / _GIB),
-    ("offload GiB", lambda row: row["offload"]["offloaded_bytes"], 1 / _GIB),
-    ("ratio", lambda row: row["offload"]["ratio"], 1.0),
-    ("daemon us", lambda row: row["daemon_seconds_per_operation"], 1e6),
-]
-"""Head, value, and the factor to the head's unit; the cell of a missing value is left empty."""
+_COLUMNS: Final = (
+    Column("step ms", lambda row: row["step_seconds"], 1e3),
+    Column("x none", lambda row: row["of_none"]),
+    Column("forward", lambda row: row["forward_seconds"], 1e3),
+    Column("backward", lambda row: row["backward_seconds"], 1e3),
+    Column("peak GiB", lambda row: row["peak_bytes"], 1 / _GIB),
+    Column("process GiB", lambda row: row["process_device_bytes"], 1 / _GIB),
+    Column("daemon GiB", lambda row: row["daemon_device_bytes"], 1 / _GIB),
+    Column("total GiB", total_bytes, 1 / _GIB),
+    Column("offload GiB", lambda row: row["offload"]["offloaded_bytes"], 1 / _GIB),
+    Column("ratio", lambda row: row["offload"]["ratio"]),
+    Column("daemon us", lambda row: row["daemon_seconds_per_operation"], 1e6),
+)
 
 
 def print_train(figures: dict[str, Any]) -> None:
@@ -336,13 +321,9 @@ def print_train(figures: dict[str, Any]) -> None:
     mps = MPS[figures["mps"]]
     for name, rows in figures["workloads"].items():
         write_line(f"{name}: {WORKLOADS[name]}, {_device_name(rows, figures['device'])}{mps}")
-        write_line(f"{'':16}" + "".join(f"{head:>13}" for head, _, _ in _COLUMNS))
         plain = plain_seconds(rows)
-        for method, row in rows.items():
-            ratio = (
-                {"of_none": row["step_seconds"] / plain} if plain and "skipped" not in row else {}
-            )
-            write_line(f"{method:16}{_cells(row | ratio)}")
+        compared = ((name, ratio_to(plain, row, "step_seconds")) for name, row in rows.items())
+        print_table(compared, _COLUMNS)
         write_line()
     peak = "PyTorch's" if figures["device"] == "cuda" else "the process's resident"
     write_line(
@@ -352,25 +333,9 @@ def print_train(figures: dict[str, Any]) -> None:
     )
 
 
-def _cells(row: dict[str, Any]) -> str:
-    if "skipped" in row:
-        return f"  left out: {row['skipped']}"
-    return "".join(f"{_cell(row, value, factor):>13}" for _, value, factor in _COLUMNS)
-
-
-def _cell(row: dict[str, Any], value: Callable[[dict[str, Any]], Any], factor: float) -> str:
-    try:
-        found = value(row)
-    except KeyError:
-        return ""
-    return "" if found is None else f"{found * factor:.2f}"
-
-
 def _device_name(rows: dict[str, dict[str, Any]], default: str) -> str:
     return next((row["device_name"] for row in rows.values() if "device_name" in row), default)
 
 
-def _in_short(row: dict[str, Any]) -> str:
-    if "skipped" in row:
-        return f"left out: {row['skipped']}"
-    return f"{1e3 * row['step_seconds']:.1f} ms a step, peak {row['peak_bytes'] / _GIB:.2f} GiB"
+def _short(row: dict[str, Any]) -> str:
+    return in_short(row, 1e3 * row.get("step_seconds", 0), row.get("peak_bytes", 0) / _GIB)

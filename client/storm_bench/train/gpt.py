@@ -78,12 +78,6 @@ class Gpt(nn.Module):
         embedded: Tensor = self.token(tokens) + self.position(places)
         return embedded
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the blocks' output `x`."""
-        logits = self.logits(x).float()
-        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss
-
     def logits(self, x: Tensor) -> Tensor:
         """Return the head's output for `x`, [batch, length, vocabulary]."""
         found: Tensor = self.head(self.norm(x))

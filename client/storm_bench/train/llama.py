@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 __all__ = ["Llama", "LlamaWorkload"]
 
@@ -83,12 +82,6 @@ class Llama(nn.Module):
         numbers = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         self._places = self.net.model.rotary_emb(x, numbers)
         return x
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the layers' output `x`."""
-        logits = self.logits(x).float()
-        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the head's output for `x`, [batch, length, vocabulary]."""

@@ -40,8 +40,6 @@ class Trial:
     address: str
     warm_ups: int
     steps: int
-    timeline: str | None = None
-    """The file into which methods that can do so draw the last step."""
 
 
 class Model:
@@ -112,8 +110,6 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
         "steps_seconds": list(seconds),
         "peak_bytes": peak_bytes(device),
     }
-    if trial.timeline and active.draw is not None:
-        active.draw(trial.timeline)
     if device.type == "cuda":
         figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         properties = torch.cuda.get_device_properties(device)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from storm_bench.train import BUDGET_PREFIX
 from storm_bench.train.gpt import Block as GptBlock
-from storm_bench.train.workloads import Net
+from storm_bench.train.workloads import Net, plain_loss
 
 __all__ = [
     "METHODS",
@@ -72,8 +72,6 @@ class Active:
 
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     figures: Callable[[], dict[str, Any]] = dict
-    draw: Callable[[str], None] | None = None
-    """Draws the timeline of the latest step into a file."""
     covers_loss: bool = False
     """Whether the context also covers the head and the loss."""
 
@@ -95,10 +93,6 @@ def _selectively(block: Block, x: Tensor) -> Tensor:
     return out
 
 
-def _plain_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
-    return net.loss(x, targets)
-
-
 def _tiled_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
     """Return the same bits by stormd's loss, which never holds all logits in float32 at once."""
     flat = targets.flatten()
@@ -112,7 +106,7 @@ class Method:
     enter: Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]
     run: Callable[[Block, Tensor], Tensor] = _plainly
     """How a block is run on its input."""
-    loss: Callable[[Net, Tensor, Tensor], Tensor] = _plain_loss
+    loss: Callable[[Net, Tensor, Tensor], Tensor] = plain_loss
     """Computes the loss from the last block's output and the targets."""
 
 
@@ -155,12 +149,7 @@ def _storm(
     def enter(model: nn.Module, _device: torch.device, address: str) -> Iterator[Active]:
         with storm.connect(address, embedded="never", timeout=_CONNECT_SECONDS) as client:
             offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec, **plan)
-            yield Active(
-                lambda: offload,
-                lambda: _figures(offload),
-                lambda path: offload.report().draw(path),
-                covers_loss=True,
-            )
+            yield Active(lambda: offload, lambda: _figures(offload), covers_loss=True)
 
     return enter
 

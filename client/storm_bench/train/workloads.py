@@ -8,11 +8,12 @@ from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from storm_bench.train.gpt import Gpt, Workload
 from storm_bench.train.llama import Llama, LlamaWorkload
 
-__all__ = ["WORKLOADS", "Net", "Training", "make"]
+__all__ = ["WORKLOADS", "Net", "Training", "make", "plain_loss"]
 
 WORKLOADS: Final[dict[str, Workload | LlamaWorkload]] = {
     "W0": Workload(256, 4, 2, 1024, vocabulary=1000, head=64),
@@ -39,13 +40,15 @@ class Net(Protocol):
         """Return the first block's input for int64 [batch, length]."""
         ...
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of the last block's output."""
-        ...
-
     def logits(self, x: Tensor) -> Tensor:
         """Return the head's output for the last block's output, in the model's dtype."""
         ...
+
+
+def plain_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the last block's output, with logits in float32."""
+    logits = net.logits(x).float()
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Final
 
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.devices import MPS, compile_codec, device_here, mps_is_on
 from storm_bench.interrupts import noted_interrupts
 from storm_bench.pictures import draw_zoo
+from storm_bench.rows import Column, in_short, print_table, ratio_to, run_child
 from storm_bench.zoo import METHODS, MODELS, OFFLOADS, name_of
 from stormd.commands.arguments import check_picture, positive_int, valid_budget
 from stormd.errors import ConfigError
@@ -113,7 +112,7 @@ def measure_zoo(args: argparse.Namespace) -> dict[str, Any]:
                 figures["machine"]["device"] = row.pop("device", figures["machine"]["device"])
                 figures["rows"].append(row)
                 _write(figures, args.results)
-                sys.stderr.write(f"{row['model']} {name_of(row)}: {_in_short(row)}\n")
+                sys.stderr.write(f"{row['model']} {name_of(row)}: {_short(row)}\n")
                 interrupts.check()
     except KeyboardInterrupt:
         figures["interrupted"] = True
@@ -173,31 +172,16 @@ def _daemon(device: str, methods: list[str]) -> Iterator[str]:
 
 def _measured(wanted: dict[str, Any], args: argparse.Namespace, address: str) -> dict[str, Any]:
     """Return a row measured in a process of its own, or the row with {"skipped": reason}."""
-    command = _command(wanted, args)
     environment = {**os.environ, ADDRESS_VARIABLE: address} if address else None
-    with (
-        TemporaryFile("w+") as answer,
-        TemporaryFile("w+") as complaints,
-        subprocess.Popen(  # noqa: S603 - our own module and flags
-            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=complaints, env=environment
-        ) as process,
-    ):
-        try:
-            status = process.wait(_CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return wanted | {"skipped": f"not done after {_CHILD_SECONDS:g} s"}
-        except BaseException:
-            process.kill()
-            raise
-        answer.seek(0)
-        lines = answer.read().splitlines()
-        if status == 0 and lines:
-            row: dict[str, Any] = json.loads(lines[-1])
-            return row
-        complaints.seek(0)
-        complaint = tail(complaints.read(), lines=1)
-    return wanted | {"skipped": f"its process ended with {status}: {complaint}"}
+    ended = run_child(_command(wanted, args), _CHILD_SECONDS, environment)
+    if ended.status is None:
+        return wanted | {"skipped": f"not done after {_CHILD_SECONDS:g} s"}
+    lines = ended.output.splitlines()
+    if ended.status == 0 and lines:
+        row: dict[str, Any] = json.loads(lines[-1])
+        return row
+    why = f"its process ended with {ended.status}: {tail(ended.complaints, lines=1)}"
+    return wanted | {"skipped": why}
 
 
 def _command(wanted: dict[str, Any], args: argparse.Namespace) -> list[str]:
@@ -213,17 +197,16 @@ def _command(wanted: dict[str, Any], args: argparse.Namespace) -> list[str]:
 
 # --- for people -----------------------------------------------------------------------------
 
-_COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], Any], str], ...]] = (
-    ("ms", lambda row: row["ms"], ".1f"),
-    ("x none", lambda row: row.get("of_none"), ".2f"),
-    ("peak GiB", lambda row: row.get("peak_gib"), ".2f"),
-    ("reserved beyond", lambda row: row.get("beyond_gib"), ".2f"),
-    ("held GiB", lambda row: row.get("held_gib"), ".2f"),
-    ("offloaded GiB", lambda row: row.get("offloaded_gib"), ".2f"),
-    ("recomputed GiB", lambda row: row.get("replayed_gib"), ".2f"),
-    ("settled after", lambda row: row.get("settled_steps"), "d"),
+_COLUMNS: Final = (
+    Column("ms", lambda row: row["ms"], form=".1f"),
+    Column("x none", lambda row: row["of_none"]),
+    Column("peak GiB", lambda row: row["peak_gib"]),
+    Column("reserved beyond", lambda row: row["beyond_gib"]),
+    Column("held GiB", lambda row: row["held_gib"]),
+    Column("offloaded GiB", lambda row: row["offloaded_gib"]),
+    Column("recomputed GiB", lambda row: row["replayed_gib"]),
+    Column("settled after", lambda row: row["settled_steps"], form=".0f"),
 )
-"""Head, value and its format; the cell of a missing value is left empty."""
 
 
 def print_zoo(figures: dict[str, Any]) -> None:
@@ -231,12 +214,9 @@ def print_zoo(figures: dict[str, Any]) -> None:
     machine, rows = figures["machine"], figures["rows"]
     for model in dict.fromkeys(row["model"] for row in rows):
         write_line(f"{model}: {MODELS[model]}, {machine['device']}{MPS[machine['mps']]}")
-        write_line(f"{'':14}" + "".join(f"{head:>16}" for head, _, _ in _COLUMNS))
         table = [row for row in rows if row["model"] == model]
         plain = next((row.get("ms") for row in table if row["method"] == "none"), None)
-        for row in table:
-            ratio = {"of_none": row["ms"] / plain} if plain and "ms" in row else {}
-            write_line(f"{name_of(row):14}{_cells(row | ratio)}")
+        print_table(((name_of(row), ratio_to(plain, row, "ms")) for row in table), _COLUMNS)
         write_line()
     write_line(
         "ms: median of the measured steps, AdamW included; peak: most bytes in them that PyTorch "
@@ -247,18 +227,5 @@ def print_zoo(figures: dict[str, Any]) -> None:
     )
 
 
-def _cells(row: dict[str, Any]) -> str:
-    if "skipped" in row:
-        return f"  left out: {row['skipped']}"
-    return "".join(f"{_cell(value(row), how):>16}" for _, value, how in _COLUMNS)
-
-
-def _cell(value: float | None, how: str) -> str:
-    return "" if value is None else format(value, how)
-
-
-def _in_short(row: dict[str, Any]) -> str:
-    if "skipped" in row:
-        return f"left out: {row['skipped']}"
-    peak = f", peak {row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
-    return f"{row['ms']:.1f} ms a step{peak}"
+def _short(row: dict[str, Any]) -> str:
+    return in_short(row, row.get("ms", 0), row.get("peak_gib"))

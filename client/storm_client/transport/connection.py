@@ -177,7 +177,7 @@ class Connection:
         """
         with self.lock:
             self.check()
-            if self.phase is Phase.OPEN and self.lifeline.ends_within(0.0):
+            if self.phase is Phase.OPEN and self.lifeline.is_readable_within(0.0):
                 self.daemon_ended()
                 self.check()
 
@@ -445,7 +445,7 @@ class Connection:
     def _disconnected(self) -> None:
         """Handle the end of the dealer's connection, mostly the daemon's end."""
         self.check()  # a signal handler may have closed it
-        if self.lifeline.ends_within(GONE_SECONDS):
+        if self.lifeline.is_readable_within(GONE_SECONDS):
             self.daemon_ended()
             return
         self._lose(DaemonLost(f"the daemon at {self.address} closed the connection; see its log"))

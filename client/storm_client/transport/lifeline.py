@@ -16,7 +16,7 @@ from pathlib import Path
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.transport.interrupts import SafeWeakSet
-from stormd.protocol import distrust, peer_uid
+from stormd.protocol import distrust, peer_credentials
 from stormd.protocol.limits import PIECE_NUMBER_BYTES
 
 __all__ = ["LOOK_SECONDS", "MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
@@ -101,7 +101,7 @@ class Lifeline:
         with self._failing(timeout):
             self._socket.settimeout(timeout)
             socket.send_fds(self._socket, [token], shared)
-            while not self._is_readable_within(LOOK_SECONDS):
+            while not self.is_readable_within(LOOK_SECONDS):
                 if is_over() or time.monotonic() >= deadline:
                     raise TimeoutError("timed out")
             data, descriptors, _, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
@@ -141,11 +141,11 @@ class Lifeline:
         """Return the descriptor to poll, -1 when closed."""
         return self._socket.fileno()
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for the daemon's end; return whether it has come. Do not ask after `close`."""
-        return self._is_readable_within(seconds)
+    def is_readable_within(self, seconds: float) -> bool:
+        """Wait for the answer to `open`, and later for the session's end; return if it has come.
 
-    def _is_readable_within(self, seconds: float) -> bool:
+        Do not ask after `close`.
+        """
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
@@ -165,7 +165,7 @@ class Lifeline:
 
 
 def _check_peer(connection: socket.socket, path: str) -> None:
-    trouble = distrust(Path(path), peer_uid(connection))
+    trouble = distrust(Path(path), peer_credentials(connection).uid)
     if trouble is not None:
         raise DaemonUnavailable(f"{trouble}: {trouble.advice}")
 

@@ -8,7 +8,6 @@ specifies every byte of a blob.
 from __future__ import annotations
 
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
-from .analyze import Analysis, analyze
 from .api import HostBackend, decode, encode, host_backend
 from .blob import Blob
 from .dtypes import DType, dtype_of
@@ -17,7 +16,6 @@ from .layout import Mode
 from .plan import max_encoded_bytes
 
 __all__ = [
-    "Analysis",
     "BackendUnavailable",
     "Blob",
     "CorruptBlob",
@@ -26,7 +24,6 @@ __all__ = [
     "HostBackend",
     "Mode",
     "UsageError",
-    "analyze",
     "decode",
     "dtype_of",
     "encode",

@@ -91,10 +91,6 @@ class PreparedCodec:
         """Enqueue on `stream` the partial checksums of spans; see `CudaCodec.check_async`."""
         self._codec.check_async(spans, count, sums, stream)
 
-    def is_ready(self, dtype: DType) -> bool:
-        """Return whether all kernels are compiled that encode and decode such elements."""
-        return self._ready.get(dtype) == WAYS[-1][0]
-
     def decode(
         self,
         kind: BlobKind,

@@ -35,11 +35,9 @@ __all__ = [
     "copy_checksum",
     "decode",
     "decode_into",
-    "directory",
     "encode",
     "encode_into",
     "encode_planned",
-    "tile_parts",
 ]
 
 
@@ -202,15 +200,15 @@ def _decode_elements(header: Header, blob: Bytes) -> Elements:
     if header.mode is Mode.BOOLEAN:
         return unpack_planes(body, 1, 8 * body.size, place.elements).astype(dtype)
     coder = TileCoder(header.plan, header.dtype)
-    bounds = directory(header, blob)
+    bounds = _directory(header, blob)
     tiles = [
-        coder.decode(*tile_parts(place, blob, bounds, tile), place.tile_elements(tile))
+        coder.decode(*_tile_parts(place, blob, bounds, tile), place.tile_elements(tile))
         for tile in range(place.tiles)
     ]
     return np.concatenate(tiles)
 
 
-def directory(header: Header, blob: Bytes) -> list[int]:
+def _directory(header: Header, blob: Bytes) -> list[int]:
     """Return the offset of each record of `blob`, and the end of the last record."""
     place = header.geometry
     start = place.directory_offset
@@ -227,7 +225,7 @@ def _pad(part: Bytes, multiple: int) -> Bytes:
     return padded
 
 
-def tile_parts(place: Geometry, blob: Bytes, bounds: list[int], tile: int) -> tuple[Bytes, Bytes]:
+def _tile_parts(place: Geometry, blob: Bytes, bounds: list[int], tile: int) -> tuple[Bytes, Bytes]:
     """Return the fixed block and the record of tile number `tile`."""
     start = place.block_offset(tile)
     block = blob[start : start + place.block_bytes(place.tile_elements(tile))]

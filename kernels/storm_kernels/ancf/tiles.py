@@ -137,17 +137,6 @@ class TileCoder:
             tile[np.unpackbits(signs, bitorder="little")[:count].astype(np.bool_)] |= self._sign
         return tile
 
-    def count(self, block: Bytes, record: Bytes, count: int) -> tuple[int, int]:
-        """Return the number of coded elements of a tile, and how many of them are escapes."""
-        planes, rest, kept = _Reader(block), _Reader(record), count
-        padded = round_up(count, 128)
-        if self._plan.bitmap:
-            plane_a, _ = self._split_block(block, count)
-            kept = int(_decode_bitmap(plane_a, rest, self._plan.bitmap_kind, count).sum())
-            planes, padded = rest, round_up(kept, 32)
-        _, index = self._decode_index(planes, rest, padded, kept)
-        return kept, int((index == sum(self._plan.slots)).sum())
-
     def _split_block(self, block: Bytes, count: int) -> tuple[Bytes, Bytes]:
         """Return the bitmap's plane A and the plane of signs, which may be empty."""
         end = bitmap_bytes(self._plan.bitmap_kind, count)
@@ -174,7 +163,11 @@ class TileCoder:
         return np.concatenate(planes), np.concatenate(rest)
 
     def _decode_symbols(self, planes: _Reader, rest: _Reader, padded: int, count: int) -> Elements:
-        residues, index = self._decode_index(planes, rest, padded, count)
+        residues = planes.take_planes(self._plan.residue_bits, padded, count)
+        index = planes.take_planes(self._plan.k1, padded, count)
+        missed = index == self._plan.slots[0]
+        pending = int(missed.sum())
+        index[missed] += rest.take_planes(self._plan.k2, round_up(pending, 8), pending)
         symbols = self._entries[index]
         escaped = index == sum(self._plan.slots)
         raw = rest.take(int(escaped.sum()) * self._escape.itemsize)
@@ -186,17 +179,6 @@ class TileCoder:
             symbols[escaped] = escapes
             elements = self._join(symbols, residues)
         return elements.astype(self._word)
-
-    def _decode_index(
-        self, planes: _Reader, rest: _Reader, padded: int, count: int
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return residues and dictionary indices, as `_lookup` returned them."""
-        residues = planes.take_planes(self._plan.residue_bits, padded, count)
-        index = planes.take_planes(self._plan.k1, padded, count)
-        missed = index == self._plan.slots[0]
-        pending = int(missed.sum())
-        index[missed] += rest.take_planes(self._plan.k2, round_up(pending, 8), pending)
-        return residues, index
 
     def _split(self, tile: Elements) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return symbols and residues."""

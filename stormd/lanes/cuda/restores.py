@@ -14,7 +14,6 @@ from storm_kernels.errors import CorruptBlob
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
 from stormd.ledger.events import RestoreDone, RestoreFailed, RestoreJob, Result
-from stormd.monitoring.nvtx import nvtx_range
 from stormd.protocol.timeline import restored_slot, status_slot
 
 __all__ = ["Restores"]
@@ -49,8 +48,7 @@ class Restores:
         scratch.copy_began.record(device.up.handle)
         for job, room in zip(batch, scratch.blob_addresses, strict=True):
             scratch.copy_end_time = device.limit.end_time("restore", job.block.nbytes)
-            with nvtx_range("copy up", job.block.nbytes, job.entry):
-                device.copy_up(job.block, room)
+            device.copy_up(job.block, room)
         scratch.copied.record(device.up.handle)
 
     def may_finish_out_of_order(self, scratch: Scratch) -> bool:  # noqa: ARG002 - none of them
@@ -94,15 +92,14 @@ class Restores:
         blobs = zip(batch, scratch.kinds, scratch.blob_addresses, strict=True)
         for index, (job, kind, room) in enumerate(blobs):
             status = self._place_status(job, scratch, index)
-            with nvtx_range("decode", job.nbytes, job.entry):
-                device.codec.decode(
-                    kind,
-                    (room, job.block.nbytes),
-                    (client.address(job), job.nbytes),
-                    scratch=scratch.work.address,
-                    result=status,
-                    stream=stream,
-                )
+            device.codec.decode(
+                kind,
+                (room, job.block.nbytes),
+                (client.address(job), job.nbytes),
+                scratch=scratch.work.address,
+                result=status,
+                stream=stream,
+            )
             write_value(stream, client.counter(restored_slot(job.ticket)), job.ticket)
         scratch.coded.record(stream)
         scratch.is_coding = True

@@ -32,7 +32,6 @@ from stormd.lanes.cuda.reusable_through import ReusableThrough
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch, UnencodedCopy
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
 from stormd.memory.arena import Block
-from stormd.monitoring.nvtx import nvtx_range
 from stormd.protocol.timeline import STORED
 
 __all__ = ["Stores"]
@@ -156,11 +155,9 @@ class Stores:
         scratch.placed.append(block)
         scratch.copy_began.record(device.down.handle)
         scratch.copy_end_time = device.limit.end_time("store", block.nbytes)
-        with nvtx_range("copy down", block.nbytes, job.entry):
-            device.copy_down(source, block, HEADER_BYTES)
+        device.copy_down(source, block, HEADER_BYTES)
         scratch.copied.record(device.down.handle)
-        with nvtx_range("checksum", job.nbytes, job.entry):
-            scratch.check = self._client.opened.checks.add(source, job.nbytes)
+        scratch.check = self._client.opened.checks.add(source, job.nbytes)
 
     def _complete(self, job: StoreJob, scratch: UnencodedCopy) -> None:
         """Write the header in front of the bytes, which are in the pool, and answer."""
@@ -178,17 +175,16 @@ class Stores:
         is_raw = chunk.codec == "raw"
         likely = None if is_raw else self._guesses.likely(chunk.nbytes, chunk.dtype)
         scratch.guessed.append(likely)
-        with nvtx_range("encode", job.nbytes, job.entry):
-            self._client.device.codec.encode(
-                (self._client.address(job), job.nbytes),
-                chunk.dtype,
-                (room, chunk.bound),
-                raw=is_raw,
-                scratch=scratch.work.address,
-                result=scratch.result.device_address + 8 * first,
-                stream=self._client.opened.store_stream.handle,
-                likely=likely,
-            )
+        self._client.device.codec.encode(
+            (self._client.address(job), job.nbytes),
+            chunk.dtype,
+            (room, chunk.bound),
+            raw=is_raw,
+            scratch=scratch.work.address,
+            result=scratch.result.device_address + 8 * first,
+            stream=self._client.opened.store_stream.handle,
+            likely=likely,
+        )
 
     def _sources(self, batch: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
         """Return the blobs' addresses and encoder results; answer and drop jobs that failed."""
@@ -220,8 +216,7 @@ class Stores:
             block = job.place(result.nbytes)
             scratch.placed.append(block)
             scratch.copy_end_time = device.limit.end_time("store", block.nbytes)
-            with nvtx_range("copy down", block.nbytes, job.entry):
-                device.copy_down(source, block)
+            device.copy_down(source, block)
         scratch.copied.record(device.down.handle)
 
     def _answer(self, batch: list[StoreJob], scratch: Scratch) -> None:

@@ -57,7 +57,7 @@ def test_a_fork_before_the_daemon_has_answered(monkeypatch: pytest.MonkeyPatch) 
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         raise TimeoutError("it says nothing")
 
-    monkeypatch.setattr(Lifeline, "_is_readable_within", forking)
+    monkeypatch.setattr(Lifeline, "is_readable_within", forking)
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{directory}/lifeline")
         listener.listen()

@@ -12,6 +12,7 @@ def test_modes_and_ratios():
     normal = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(COUNT, generator=torch.Generator().manual_seed(1))
     masked = (normal * (uniform < 0.25)).bfloat16()  # zeros of either sign
+    missed = torch.zeros(100_000).index_fill_(0, torch.tensor([50]), 1.0)  # not in the sample
     for tensor, speed, mode, ratio in (
         (normal.bfloat16(), "fast", "window", 1.42),
         (normal.bfloat16(), "dense", "window", 1.48),
@@ -34,6 +35,7 @@ def test_modes_and_ratios():
         ((torch.arange(5000) % 50 == 0).long(), "fast", "integer", 1),
         ((torch.arange(50_000) % 100 == 0).float() * 0.3, "fast", "sparse", 1),
         (torch.arange(5000) % 2 == 0, "fast", "boolean", 1),
+        (missed, "fast", "sparse", 1),
     ):
         blob = ancf.encode(tensor, speed=speed)
         assert blob.mode == mode, (tensor, speed)

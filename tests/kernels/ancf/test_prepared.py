@@ -41,7 +41,7 @@ def test_everything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = [("window", ours), ("auto", (*ours, DType.BYTES))]
     monkeypatch.setattr(prepared, "WAYS", ways)
     codec = PreparedCodec(0)
-    wait_until(lambda: all(codec.is_ready(dtype) for dtype in (*ours, DType.BYTES)))
+    wait_until(lambda: codec._ready == dict.fromkeys((*ours, DType.BYTES), "auto"))
     codec.close()
     assert Codec.made[0].prepared[:2] == [(RAW, "raw"), (DType.BFLOAT16, "window")]
 
@@ -52,6 +52,5 @@ def test_what_cannot_be_prepared_is_told(
     monkeypatch.setattr(prepared, "WAYS", [("auto", (DType.BFLOAT16, DType.FLOAT16))])
     codec = PreparedCodec(0)
     wait_until(lambda: "cannot be compiled" in caplog.text)
-    assert codec.is_ready(DType.BFLOAT16)
-    assert not codec.is_ready(DType.FLOAT16)
+    assert codec._ready == {DType.BFLOAT16: "auto"}
     codec.close()

@@ -127,7 +127,7 @@ for method in sys.argv[sys.argv.index("--methods") + 1 :]:
     print('{"measured": "%s"}' % method, flush=True)
     sys.stdin.readline()
 """
-    bench = bench_train._Bench(Stopped(), "cpu", 1, 1, None, None)  # type: ignore[arg-type]
+    bench = bench_train._Bench(Stopped(), "cpu", 1, 1, None)  # type: ignore[arg-type]
     monkeypatch.setattr(bench_train._Bench, "_effort", lambda _bench: (0.0, 0))
     monkeypatch.setattr(
         bench_train._Bench,

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormd.lanes.fair_queue import JOB_BYTES, FairQueue, FairShares
+from stormd.lanes.fair_queue import JOB_BYTES, FairQueue
 
 
 def test_what_a_job_costs_beside_its_bytes_counts() -> None:
@@ -20,30 +20,33 @@ def test_what_a_job_costs_beside_its_bytes_counts() -> None:
     assert taken.count((2, "large")) == 10
 
 
-def moved(shares: FairShares, sizes: dict[int, int], total: int) -> Counter[int]:
-    """Return what sessions move that always have jobs of these sizes."""
+def moved(sizes: dict[int, int], total: int, queue: FairQueue[int]) -> Counter[int]:
+    """Return what sessions move that always have jobs of these sizes, with what each job costs."""
     found: Counter[int] = Counter()
+    for session, nbytes in sizes.items():
+        queue.put(session, [(nbytes, nbytes)] * 2)
     while found.total() < total:
-        session = shares.next(sizes)
-        shares.record_bytes(session, sizes[session])
-        found[session] += sizes[session]
+        taken = queue.take_now()
+        assert taken is not None
+        session, nbytes = taken
+        queue.put(session, [(nbytes, nbytes)])
+        found[session] += nbytes + JOB_BYTES
+    for session in sizes:
+        queue.remove(session)
     return found
 
 
-@given(st.dictionaries(st.integers(0, 9), st.integers(1, 1000), min_size=2, max_size=5))
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 100 * JOB_BYTES), min_size=2, max_size=5))
 def test_whatever_their_sizes_all_move_as_much(sizes: dict[int, int]) -> None:
-    shares = FairShares()
-    for session in sizes:
-        shares.enter(session)
-    found = moved(shares, sizes, 10_000)
-    assert max(found.values()) - min(found[session] for session in sizes) <= max(sizes.values())
+    most = max(sizes.values()) + JOB_BYTES
+    found = moved(sizes, 10 * most, FairQueue())
+    assert max(found.values()) - min(found[session] for session in sizes) <= most
 
 
 def test_who_pauses_makes_up_for_nothing_either() -> None:
-    shares = FairShares()
-    shares.enter(1)
-    shares.enter(2)
-    moved(shares, {1: 10}, 1000)  # while the other one has nothing to do
-    shares.enter(2)
-    found = moved(shares, {1: 10, 2: 10}, 2000)
-    assert abs(found[2] - found[1]) <= 20
+    queue: FairQueue[int] = FairQueue()
+    both = {1: JOB_BYTES, 2: JOB_BYTES}
+    moved(both, 4 * JOB_BYTES, queue)
+    moved({1: JOB_BYTES}, 200 * JOB_BYTES, queue)  # while the other one has nothing to do
+    found = moved(both, 400 * JOB_BYTES, queue)
+    assert abs(found[2] - found[1]) <= 4 * JOB_BYTES

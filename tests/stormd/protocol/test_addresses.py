@@ -18,7 +18,7 @@ from stormd.protocol.addresses import (
     DAEMON_UIDS_VARIABLE,
     SYSTEM_DIRECTORY,
     distrust,
-    peer_uid,
+    peer_credentials,
     socket_trouble,
     temporary_directory,
     user_directory,
@@ -171,6 +171,6 @@ def test_a_directory_that_only_root_can_have_given_away_speaks_for_its_owner() -
 def test_a_daemon_of_this_user_or_of_root_is_spoken_to(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(path))
-        assert peer_uid(caller) == os.geteuid()
+        assert peer_credentials(caller).uid == os.geteuid()
     for uid in (0, os.geteuid()):
         assert distrust(path, uid, {}) is None

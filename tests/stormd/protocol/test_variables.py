@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stormd.config import config_options
-from stormd.protocol import unknown_variables
+from stormd.protocol import daemon_environment, unknown_variables
 from stormd.protocol.variables import CLIENT_SETTINGS, PREFIX, SETTINGS
 
 ROOT = Path(__file__).parents[3]
@@ -60,3 +60,11 @@ def test_what_kubernetes_tells_of_a_service_is_no_typo() -> None:
     assert all(link.startswith(PREFIX) for link in links)
     assert unknown_variables(dict.fromkeys(links, "10.0.0.1")) == {}
     assert unknown_variables({"STORMD_PORT_BYTES_CPU": "8MiB"})
+
+
+def test_a_daemon_gets_nothing_of_its_starters_service_manager() -> None:
+    others = {"PATH": "/bin", "STORMD_POOL_BYTES": "1GiB"}
+    found = daemon_environment(
+        others | {"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    )
+    assert found == others

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.failing_file import MemoryFile
+from support.spilling import put_bytes, read_bytes
 
 from stormd.memory.arena import Block, Extent, granules
 from stormd.memory.extents import PAGE, PAYLOAD_BYTES, RECORD_BYTES, disk_bytes, records
@@ -29,15 +30,10 @@ class _Place:
         self.mover = BlobMover(self.address, self.file, Checksums())
 
     def put(self, block: Block, text: bytes) -> None:
-        done = 0
-        for offset, nbytes in block.used_extents():
-            ctypes.memmove(self.address + offset, text[done : done + nbytes], nbytes)
-            done += nbytes
+        put_bytes(self.address, block, text)
 
     def get(self, block: Block) -> bytes:
-        return b"".join(
-            ctypes.string_at(self.address + at, size) for at, size in block.used_extents()
-        )
+        return read_bytes(self.address, block)
 
     def write(self, block: Block, extent: Block) -> int:
         return sum(1 for _ in self.mover.write(NAME, block, extent))

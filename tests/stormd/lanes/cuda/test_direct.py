@@ -13,6 +13,7 @@ import pytest
 from storm_kernels.ancf import DType, reference
 from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back
+from support.spilling import read_bytes
 from support.waiting import wait_until
 
 from stormd.lanes.cuda.direct import LATE_SECONDS, MAX_COPIES, StoreState, should_copy_unencoded
@@ -125,10 +126,7 @@ def wait_for_looks(bench: Bench, small: int | None = None) -> None:
 
 
 def blob_in(bench: Bench, block: Block) -> bytes:
-    return b"".join(
-        ctypes.string_at(bench.pool.address + offset, nbytes)
-        for offset, nbytes in block.used_extents()
-    )
+    return read_bytes(bench.pool.address, block)
 
 
 def raw_blob(data: np.ndarray) -> bytes:
