@@ -8,6 +8,7 @@ file are all derived from the fields below.
 
 from __future__ import annotations
 
+import grp
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -295,6 +296,7 @@ class Config:
         for option in config_options():
             check_value(option, getattr(self, option.name))
         _check_address(self.address)
+        _check_group(self.socket_group)
         if self.metrics_address:
             parse_host_port(self.metrics_address)
         for lane in ("cpu", "cuda"):
@@ -328,6 +330,18 @@ def _check_address(address: str) -> None:
         parse_address(address)
     except ProtocolError as error:
         raise ConfigError(f"{error}; set --address or STORMD_ADDRESS") from error
+
+
+def _check_group(name: str) -> None:
+    if not name:
+        return
+    try:
+        grp.getgrnam(name)
+    except (KeyError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise ConfigError(
+            f"socket_group is {name!r}, and this machine has no such group: make it with "
+            "groupadd, set another, or leave it empty for the daemon's own"
+        ) from error
 
 
 def _check_parts(config: Config, lane: str) -> None:

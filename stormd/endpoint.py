@@ -11,6 +11,7 @@ stops answering, and a health probe is meant to detect that.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ cannot keep it out."""
 
 _REQUEST_SECONDS: Final = 5.0
 """The most time from accepting a connection to having sent the answer."""
+
+_REMEDIES: Final = {
+    errno.EADDRINUSE: "stop what uses it, or set another port",
+    errno.EADDRNOTAVAIL: "set an address that this host has, as 127.0.0.1",
+    errno.EACCES: "set a port above 1023",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,10 @@ class Endpoint:
                 self._connected, self._host, self._port, limit=_MAX_REQUEST_BYTES
             )
         except OSError as error:
+            advice = _REMEDIES.get(error.errno or 0, "set another")
             raise AddressInUse(
                 f"metrics_address {self._host}:{self._port} cannot be listened on: "
-                f"{error_with_remedy(error, 'stop what uses it or set another')}"
+                f"{error_with_remedy(error, advice)}"
             ) from error
 
     @property

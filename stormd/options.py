@@ -16,6 +16,9 @@ from stormd.sizes import format_size, parse_size
 
 __all__ = ["Kind", "Option", "check_value", "parse_host_port", "read_value"]
 
+MAX_UID: Final = (1 << 32) - 2
+"""The largest user id; the number above it stands for none."""
+
 Kind = Literal["text", "size", "count", "seconds", "mode", "uids", "switch"]
 
 
@@ -106,8 +109,8 @@ def check_value(option: Option, value: Any) -> None:
         )
     if option.choices and value not in option.choices:
         raise ConfigError(f"{option.name} is {value!r}: choose one of {', '.join(option.choices)}")
-    if option.kind == "uids" and any(uid < 0 for uid in value):
-        raise ConfigError(f"{option.name} is {list(value)}: user ids are 0 or more")
+    if option.kind == "uids" and not all(0 <= uid <= MAX_UID for uid in value):
+        raise ConfigError(f"{option.name} is {list(value)}: user ids are from 0 to {MAX_UID}")
     if option.least is not None and not value >= option.least:
         raise ConfigError(_out_of_range(option, value, "at least", option.least))
     if option.most is not None and not value <= option.most:

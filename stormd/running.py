@@ -1,9 +1,10 @@
 """The daemon as a process: its event loop, its signals, and its reports to the service manager.
 
-The daemon reports "ready" only once the pool is pinned and the socket answers. SIGTERM and SIGINT
-end it in order and within its deadline. SIGUSR2 ends it for another daemon to take its place. All
-three work during the start too, and may be repeated. On SIGHUP the daemon reads its settings file
-again. Without a file, SIGHUP ends a daemon whose terminal is gone, and else does nothing.
+The daemon reports "ready", in its log and to the manager, only once the pool is pinned and both the
+sockets and the operator's endpoint answer. SIGTERM and SIGINT end it in order and within its
+deadline. SIGUSR2 ends it for another daemon to take its place. All three work during the start too,
+and may be repeated. On SIGHUP the daemon reads its settings file again. Without a file, SIGHUP ends
+a daemon whose terminal is gone, and else does nothing.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ async def operated(
     manager waits for signs of life.
 
     Raises:
-        AddressInUse: the endpoint cannot listen; nothing was reported to the manager.
+        AddressInUse: the endpoint cannot listen; nothing was reported as ready.
     """
     async with contextlib.AsyncExitStack() as stack:
         endpoint = None
@@ -217,6 +218,7 @@ async def operated(
                 feed_watchdog(notifier, watchdog_seconds, server.stuck), name="watchdog"
             )
             stack.push_async_callback(_cancelled, watchdog)
+        server.log_ready()
         notifier.ready()
         stack.callback(notifier.stopping)
         yield endpoint

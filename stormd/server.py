@@ -50,7 +50,7 @@ from stormd.provision import (
 )
 from stormd.session_ender import DETACH_SECONDS, SessionEnder
 from stormd.settings import reloaded
-from stormd.spill.opening import OpenTier, open_tier
+from stormd.spill.opening import OpenTier, check_tier, open_tier
 from stormd.state import merged_status, state
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
@@ -95,6 +95,7 @@ class Server:
         self._counters = Counters()
         self._opened_at = time.monotonic()
         self._is_open = False
+        self._seconds: dict[str, float] = {}  # that parts of the start took
         self._loop: asyncio.AbstractEventLoop
         self._stopping: asyncio.Event
         self._progress: asyncio.Event
@@ -128,20 +129,21 @@ class Server:
         try:
             self._read_earlier_state()
             self._take_address()
-            seconds = {}
             for name, part in self._slow_steps().items():
                 begun = time.monotonic()
                 await part()
-                seconds[name] = round(time.monotonic() - begun, 3)
+                self._seconds[name] = round(time.monotonic() - begun, 3)
             self._bind()
         except BaseException:
             self._cleanup.close()
             raise
         self._is_open = True
-        if self._worker is None:  # the front reports for a worker
-            lanes = list(self.status()["lanes"])
-            shown = {"address": self._config.address, "lanes": lanes, "seconds": seconds}
-            log.info("ready", extra=shown)
+
+    def log_ready(self) -> None:
+        """Log that all is there that users and operators call; `open` comes before."""
+        lanes = list(self.status()["lanes"])
+        shown = {"address": self._config.address, "lanes": lanes, "seconds": self._seconds}
+        log.info("ready", extra=shown)
 
     async def serve(self) -> None:
         """Serve until `stop` or `suspend`, or, if configured so, until the last client has gone.
@@ -305,13 +307,17 @@ class Server:
     def _slow_steps(self) -> dict[str, Callable[[], Awaitable[object]]]:
         """Return the slow steps of the start, in order, by their names in the log."""
         return {
-            # A missing device is reported before memory is taken: pinning takes a while.
-            "device": partial(asyncio.to_thread, served_uuids, self._config),
+            "device": partial(asyncio.to_thread, self._check_machine),
             "workers": self._start_workers,
             "pool": self._make_pool,
             "lanes": self._open_lanes,
             "disk": self._open_spill,
         }
+
+    def _check_machine(self) -> None:
+        """Report what the machine lacks before memory is taken: pinning takes a while."""
+        devices = ["cpu", "cuda"] if served_uuids(self._config) else ["cpu"]
+        check_tier(self._config, devices)
 
     async def _start_workers(self) -> None:
         """If worker processes are to serve the devices, start them, and become their front."""

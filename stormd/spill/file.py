@@ -19,15 +19,26 @@ from typing import Final
 from stormd.errors import SpillUnavailable
 from stormd.sizes import format_size
 
-__all__ = ["SpillFile"]
+__all__ = ["SpillFile", "check_directory"]
 
 log = logging.getLogger(__name__)
 
 _FLAGS: Final = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
 _MODE: Final = 0o600
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_MOUNTS: Final = Path("/proc/self/mountinfo")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def check_directory(directory: Path) -> None:
+    """Check that a file of the tier can be made in the directory, whatever its size.
+
+    Raises:
+        SpillUnavailable: as SpillFile. Nothing remains in the directory.
+    """
+    os.close(_open(directory))
 
 
 class SpillFile:
@@ -81,6 +92,7 @@ class SpillFile:
 
 def _open(directory: Path) -> int:
     """Open a file without a name; if the file system has none, make a file and unlink its name."""
+    _refuse_memory(directory)
     try:
         return os.open(directory, os.O_TMPFILE | os.O_EXCL | _FLAGS, _MODE)
     except OSError as error:
@@ -102,11 +114,37 @@ def _open(directory: Path) -> int:
     return descriptor
 
 
+def _refuse_memory(directory: Path) -> None:
+    """Raise if the directory is in memory: since Linux 6.6 tmpfs takes O_DIRECT as a disk does."""
+    try:
+        kind = _file_system(directory.stat().st_dev)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    if kind in _IN_MEMORY:
+        raise SpillUnavailable(
+            f"spill_path {directory} is on a file system in memory, {kind}: choose a directory on "
+            "a local disk, or set a larger --pool-bytes instead"
+        )
+
+
+def _file_system(device: int) -> str:
+    """Return the type of the file system with this device number.
+
+    Empty if it is unknown, as for a subvolume of btrfs, which has a number of its own.
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_bytes().decode(errors="replace").split("\n"):
+        mount, _, source = line.partition(" - ")
+        if mount.split(" ")[2:3] == [number]:
+            return source.partition(" ")[0]
+    return ""
+
+
 def _unusable(directory: Path, error: OSError) -> SpillUnavailable:
     if error.errno == errno.EINVAL:
         return SpillUnavailable(
-            f"spill_path {directory} is on a file system without O_DIRECT, as those in memory are: "
-            "choose a directory on a local disk"
+            f"spill_path {directory} is on a file system without O_DIRECT: choose a directory on a "
+            "local disk"
         )
     return SpillUnavailable(
         f"spill_path {directory} cannot be used ({error.strerror}): name a directory that exists "

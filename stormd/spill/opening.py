@@ -1,6 +1,7 @@
 """Opens the tier on disk that the config asks for.
 
-Problems are reported at start: too little disk space, no encryption package, too small a pool.
+Problems are reported at start, and before the pool is pinned if they can be known then: a directory
+that cannot be used, no encryption package, too small a pool. Only the disk space is taken later.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from stormd.errors import ConfigError
 from stormd.ledger.chunks import blob_bound
 from stormd.ledger.on_disk import Disk
 from stormd.memory.arena import Space, granules
-from stormd.memory.extents import PAGE
+from stormd.memory.extents import PAGE, disk_bytes
 from stormd.memory.host_pool import HostPool
-from stormd.sizes import format_size
-from stormd.spill.file import SpillFile
-from stormd.spill.sealing import Checksums, Encryption
+from stormd.sizes import exact_size, format_size
+from stormd.spill.file import SpillFile, check_directory
+from stormd.spill.sealing import Checksums, Encryption, Sealer
 from stormd.spill.tier import Post, SpillTier
 
-__all__ = ["OpenTier", "open_tier"]
+__all__ = ["OpenTier", "check_tier", "open_tier"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,21 @@ class OpenTier:
     disk: Disk
 
 
+def check_tier(config: Config, devices: Iterable[str]) -> None:
+    """Check all of the tier that needs neither the pool nor the disk space. Not for the event loop.
+
+    Raises:
+        SpillUnavailable, ConfigError: as `open_tier`; or the file is too small to be of use.
+    """
+    if not config.spill_path:
+        return
+    check_directory(Path(config.spill_path))
+    _sealer(config)
+    name = _largest_part(config, devices)
+    _reserve(config, name)
+    _check_room(config, name)
+
+
 def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post) -> OpenTier:
     """Open the tier that the config names; `devices` are those of its lanes.
 
@@ -51,9 +67,8 @@ def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post
         SpillUnavailable: the directory, its file system or this installation does not support it.
         ConfigError: the pool is too small to read into.
     """
-    reserve = _reserve(config, devices)
-    encrypts = config.spill_encrypt == "on"
-    sealer = Encryption() if encrypts else Checksums()
+    reserve = _reserve(config, _largest_part(config, devices))
+    sealer = _sealer(config)
     file = SpillFile(Path(config.spill_path), granules(config.spill_bytes, PAGE))
     try:
         tier = SpillTier(
@@ -66,9 +81,19 @@ def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post
     except BaseException:
         file.close()
         raise
+    encrypts = config.spill_encrypt == "on"
     fields = {"path": config.spill_path, "bytes": config.spill_bytes, "encrypted": encrypts}
     log.info("tier on disk opened", extra=fields)
     return OpenTier(tier, Disk(_space(config.spill_bytes), reserve))
+
+
+def _sealer(config: Config) -> Sealer:
+    return Encryption() if config.spill_encrypt == "on" else Checksums()
+
+
+def _largest_part(config: Config, devices: Iterable[str]) -> str:
+    """Return the name of the largest of the lanes' part_bytes."""
+    return max((f"part_bytes_{device}" for device in devices), key=lambda one: getattr(config, one))
 
 
 def _space(nbytes: int) -> Space:
@@ -76,16 +101,19 @@ def _space(nbytes: int) -> Space:
     return Space(nbytes - slack, slack=slack, granule=PAGE)
 
 
-def _reserve(config: Config, devices: Iterable[str]) -> int:
-    """Return the bytes of the pool for reading: at least the largest blob of any lane."""
-    name = max((f"part_bytes_{device}" for device in devices), key=lambda one: getattr(config, one))
-    largest = granules(blob_bound(getattr(config, name)))
+def _reserve(config: Config, name: str) -> int:
+    """Return the bytes of the pool for reading: at least the largest blob of any lane.
+
+    `name` is that of the setting of the largest blob's bytes.
+    """
+    part: int = getattr(config, name)
+    largest = granules(blob_bound(part))
     reserve = max(largest, granules(config.pool_bytes // RESERVE_PART))
     if 4 * largest > config.pool_bytes:
         raise ConfigError(
             f"pool_bytes is {format_size(config.pool_bytes)}, and with a tier on disk must hold "
-            f"four of the largest pieces, {name}={format_size(getattr(config, name))}: raise "
-            f"pool_bytes or lower {name}"
+            f"four of the largest pieces, {name}={format_size(part)} and a header each: set "
+            f"pool_bytes to at least {exact_size(4 * largest)}, or lower {name}"
         )
     shares = config.max_sessions * config.session_share_bytes
     if shares > config.pool_bytes - reserve:
@@ -95,3 +123,15 @@ def _reserve(config: Config, devices: Iterable[str]) -> int:
             "the pool for them: lower one or raise pool_bytes"
         )
     return reserve
+
+
+def _check_room(config: Config, name: str) -> None:
+    """Check that the file holds one of the largest blobs, beside what is kept free of it."""
+    part: int = getattr(config, name)
+    least = granules(disk_bytes(blob_bound(part)) * SLACK_PART // (SLACK_PART - 1), PAGE)
+    if config.spill_bytes < least:
+        raise ConfigError(
+            f"spill_bytes is {format_size(config.spill_bytes)}, and must hold one of the largest "
+            f"pieces, {name}={format_size(part)}, and what is kept free beside it: set spill_bytes "
+            f"to at least {exact_size(least)}, or lower {name}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 from typing import Any
 
 import pytest
@@ -42,6 +43,9 @@ def test_every_field_is_an_option() -> None:
         ({"socket_mode": 0o444}, ["socket_mode", "0o444", "0o600"]),
         ({"allowed_uids": (-1,)}, ["allowed_uids", "-1"]),
         ({"allowed_uids": ("root",)}, ["allowed_uids", "root"]),
+        ({"allowed_uids": (0, 2**32 - 1)}, ["allowed_uids", "4294967295]", "0 to 4294967294"]),
+        ({"socket_group": "nosuch"}, ["socket_group", "'nosuch'", "groupadd"]),
+        ({"socket_group": "a\0b"}, ["socket_group", "no such group"]),
         ({"log_level": "loud"}, ["log_level", "'loud'", "warning"]),
     ],
 )
@@ -50,6 +54,12 @@ def test_errors_name_value_limit_and_next_step(settings: dict[str, Any], parts: 
         Config(**settings)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_groups_and_users_that_can_be_are_taken() -> None:
+    group = grp.getgrall()[0].gr_name
+    config = Config(socket_group=group, allowed_uids=(0, 2**32 - 2))
+    assert (config.socket_group, config.allowed_uids) == (group, (0, 2**32 - 2))
 
 
 def test_metrics_address_is_read_at_construction() -> None:

@@ -12,6 +12,7 @@ from support.waiting import wait_until
 
 from stormd import endpoint as module
 from stormd.endpoint import Endpoint, Reply
+from stormd.errors import AddressInUse
 
 SECONDS = 60.0
 
@@ -101,6 +102,18 @@ async def test_silent_connections_are_limited_and_keep_nobody_out(
         assert (await get(endpoint, "/hello")).startswith(b"HTTP/1.1 200")
     for _, writer in silent:
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "advice"),
+    [("127.0.0.1", "stop what uses it"), ("192.0.2.1", "set an address that this host has")],
+)
+async def test_an_address_that_cannot_be_had_is_refused_with_its_own_advice(
+    endpoint: Endpoint, host: str, advice: str
+) -> None:
+    """The second is in a network for documentation, which no host is in."""
+    with pytest.raises(AddressInUse, match=f"{host}:{endpoint.port} cannot .*: {advice}"):
+        await Endpoint(f"{host}:{endpoint.port}", {}).open()
 
 
 async def test_close_ends_what_is_under_way() -> None:

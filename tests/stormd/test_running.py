@@ -68,6 +68,15 @@ class Managed:
             lines.append(self._manager.recv(4096).decode().split("\n")[0])
         return lines
 
+    def all_told(self) -> list[str]:
+        """Return what the manager was told by a daemon that has ended."""
+        lines: list[str] = []
+        self._manager.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                lines += self._manager.recv(4096).decode().split("\n")
+        return lines
+
 
 @contextmanager
 def managed(folder: Path, *flags: str, **environ: str) -> Iterator[Managed]:
@@ -332,12 +341,18 @@ def test_a_limit_of_open_files_under_which_nobody_is_served_is_refused(
 
 
 def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:
-    flags = (f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=8MiB", "--device=cpu")
+    """And nobody is told that the daemon were ready."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with managed(tmp_path, *flags, f"--metrics-address=127.0.0.1:{port}") as daemon:
+        flag = f"--metrics-address=127.0.0.1:{port}"
+        with managed(tmp_path, *plain(tmp_path), flag) as daemon:
             _, errors = daemon.process.communicate(timeout=SECONDS)
+            assert not [line for line in daemon.all_told() if "READY=1" in line]
     assert daemon.process.returncode == 1
     assert f"metrics_address 127.0.0.1:{port} cannot be listened on" in errors
+    assert "stop what uses it" in errors
+    events = [json.loads(line)["event"] for line in errors.splitlines() if line[0] == "{"]
+    assert "pinning the pool" in events
+    assert "ready" not in events
     assert "Traceback" not in errors
     assert not (tmp_path / "run" / "s.sock").exists()

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -16,10 +17,18 @@ import torch
 import uvloop
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
+from support.spilling import ENCRYPT, skip_without_disk
 from support.waiting import wait_until
 
 from stormd.config import Config
-from stormd.errors import AddressInUse, LaneUnavailable, PoolUnavailable
+from stormd.errors import (
+    AddressInUse,
+    ConfigError,
+    LaneUnavailable,
+    PoolUnavailable,
+    SpillUnavailable,
+    StormdError,
+)
 from stormd.lanes.cpu import CpuLane
 from stormd.memory import host_pool
 from stormd.protocol import (
@@ -186,6 +195,31 @@ def test_a_device_is_looked_for_before_memory_is_taken(
     monkeypatch.setitem(sys.modules, "storm_kernels.cuda_driver", None)
     with pytest.raises(LaneUnavailable, match="CUDA is not available"):
         DaemonThread(make_config(device="cuda", pool_bytes=1 << 60))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"spill_path": "/no/where"}, SpillUnavailable, "/no/where cannot be used"),
+        ({"spill_path": "/dev/shm"}, SpillUnavailable, "on a file system in memory"),
+        ({"pool_bytes": 4 * MIB}, ConfigError, "set pool_bytes to at least 4097KiB"),
+        ({"spill_bytes": 1}, ConfigError, "set spill_bytes to at least"),
+    ],
+)
+def test_a_tier_on_disk_that_cannot_be_is_refused_before_memory_is_taken(
+    tmp_path: Path,
+    make_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    error: type[StormdError],
+    words: str,
+) -> None:
+    monkeypatch.setattr("stormd.server.HostPool", None)
+    skip_without_disk(tmp_path)
+    whole = {"spill_path": str(tmp_path), "spill_bytes": 8 * MIB, "spill_encrypt": ENCRYPT}
+    with pytest.raises(error, match=words):
+        DaemonThread(make_config(**{**whole, **settings}))
     assert list(tmp_path.iterdir()) == []
 
 

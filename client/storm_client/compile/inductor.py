@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._inductor import config, ir, lowering
 from torch._inductor import graph as graph_lowering
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
@@ -28,6 +29,8 @@ from torch._inductor.custom_graph_pass import (
 )
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.fx.experimental.symbolic_shapes import SymExprPrinter, free_unbacked_symbols
 from torch.utils._ordered_set import OrderedSet
 
 from storm_client.compile.costs import PRODUCTS
@@ -36,14 +39,28 @@ from storm_client.compile.operators import FETCH, HOLD, MATERIALIZE, STORE, WAIT
 from storm_client.compile.partition import NUMBER, Partitioner
 from storm_client.compile.saved_values import Rules
 from storm_client.compile.schemas import argument
-from storm_client.compile.views import is_view
+from storm_client.compile.views import hint_of, is_view
 from storm_client.errors import UsageError
 
 __all__ = ["InductorPartitioner", "generate", "generate_inference", "inductor_options", "rules"]
 
 
-class InductorPartitioner(Partitioner, CustomPartitionerFn):  # type: ignore[misc]  # options
+_WRITING = (auto_functionalized, auto_functionalized_v2)
+"""How a graph calls custom operators that write to their arguments."""
+
+
+class InductorPartitioner(Partitioner, CustomPartitionerFn):
     """Partitions for one compilation; Inductor may pickle only its plain values."""
+
+    def __call__(self, gm: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        """Return the forward and the backward graph, as `Partitioner` does.
+
+        The copy of an input that a custom operator writes to may be dropped later. Then the saved
+        value is the caller's own tensor, into which no backward graph may write.
+        """
+        if any(node.target in _WRITING for node in gm.graph.nodes):
+            functorch_config.donated_buffer = False  # until `generate` returns
+        return super().__call__(gm, *args, **options)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the options: no graphs found, and no connection to a daemon."""
@@ -66,7 +83,8 @@ def generate(
     of generated code is used.
     """
     changed = {**patches, "custom_partitioner_fn": partitioner, "memory_planning": False}
-    with functorch_config.patch(enable_autograd_cache=False):
+    donated = functorch_config.donated_buffer
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=donated):
         compiled = compile_fx(gm, inputs, inner_compile=_WithLayouts(), config_patches=changed)
     assert callable(compiled)
     return compiled
@@ -206,11 +224,21 @@ class _WithLayouts:
             _CHOSEN.strides = None
 
     def _set_strides(self, gm: fx.GraphModule) -> None:
+        """Have stored values be read with the strides that they were given.
+
+        Of sizes that vary, these are the strides at the sizes that the graphs are compiled for, as
+        PyTorch does it for what it saves itself: its code for other sizes would be another.
+        """
         for node in gm.graph.find_nodes(op="call_function", target=WAIT):
             strides = self._strides.get(node.meta.get(NUMBER, -1))
-            if strides is not None:
+            if strides is not None and strides != tuple(map(_hint_of, node.args[3])):
                 node.update_arg(3, list(strides))
         gm.recompile()  # the cache looks code up by its graph's code
+
+
+def _hint_of(size: Any) -> int:
+    """Return a size of a graph, or what it is while the graph is compiled."""
+    return hint_of(size.meta["val"] if isinstance(size, fx.Node) else size)
 
 
 class _Chosen(threading.local):
@@ -289,9 +317,11 @@ def _lower_store(value: Any, number: int, shared: bool) -> Any:
     value = _laid_out_as_an_output(value, made)
     realized = _held_elsewhere(ir.ExternKernel.realize_input(value))
     token = _call_store(realized, number, shared)
-    strides = realized.get_stride()
-    if _CHOSEN.strides is not None and all(map(_is_number, strides)):
-        _CHOSEN.strides[number] = tuple(map(int, strides))
+    if _CHOSEN.strides is not None:
+        known, printer = V.graph.sizevars.shape_env, SymExprPrinter()
+        _CHOSEN.strides[number] = tuple(
+            known.evaluate_symexpr(printer.doprint(stride)) for stride in realized.get_stride()
+        )
     return token
 
 
@@ -302,9 +332,10 @@ def _laid_out_as_an_output(value: Any, made: fx.Node) -> Any:
     """
     val = made.meta["val"]
     strides = V.graph.user_visible_output_strides.get(made) or val.stride()
-    if not all(isinstance(stride, int) for stride in strides):
+    if free_unbacked_symbols(strides):
         return value
-    if made in V.graph.nodes_prefer_channels_last and len(val.shape) == 4:
+    is_dense = is_non_overlapping_and_dense_or_false(val)
+    if made in V.graph.nodes_prefer_channels_last and len(val.shape) == 4 and is_dense:
         strides = ir.FlexibleLayout.stride_ordered_for_memory_format(
             value.get_size(), torch.channels_last
         )

@@ -420,8 +420,10 @@ class _Pair:
         for number in sorted(again, key=lambda n: (chosen.first_uses[n], n)):
             self._copy_recipe(values[number], chosen.first_uses[number], here)
         if again:
+            graph = self.forward.graph
+            effects = {node for node in graph.nodes if not node.users}  # such as checks
             self._drop_results([values[number] for number in again])
-            self.forward.graph.eliminate_dead_code()
+            graph.eliminate_dead_code(lambda node: node in effects or node.is_impure())
         for made in (values[number].made for number in again):
             if self.rules.is_fused and made.users:
                 materialize(made)

@@ -142,6 +142,8 @@ def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
     if tensor.stride() == stride and not tensor.data_ptr() % ALIGNMENT_BYTES:
         return tensor
     laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+    if laid_out.untyped_storage().nbytes() < tensor.nbytes:
+        raise ActivationLost(f"a value of shape {tuple(size)} was read with the strides {stride}")
     return laid_out.copy_(tensor)
 
 

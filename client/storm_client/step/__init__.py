@@ -64,7 +64,8 @@ def compile_step(
     Raises:
         UsageError: a bad value. When the result is called, also a step that branches on a tensor's
             content or does something else that cannot be captured; the message names the line.
-            Nothing has changed then.
+            No tensor has changed then, and nothing of the capture's is left in objects that can be
+            reached from the step's variables and modules.
     """
     from storm_client.step.compiled import CompiledStep
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_forward_pre_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
@@ -27,10 +26,12 @@ from storm_client.eager.function_modes import Watching
 from storm_client.step.captured import Captured
 from storm_client.step.draws import Draws
 from storm_client.step.loops import CAPTURING, Loop
+from storm_client.step.reads import watching_reads
 from storm_client.step.recording import Recorder, Recording
 from storm_client.step.refusals import data_dependent, not_in_place
-from storm_client.step.scalars import number_of
+from storm_client.step.scalars import as_float, number_of
 from storm_client.step.tables import Tables, check_arguments, conclude
+from storm_client.step.turns import capturing
 from storm_client.step.variables import variables_of_type
 
 __all__ = ["capture"]
@@ -55,7 +56,7 @@ def capture(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for number, tensor in enumerate(tensors):
         recording.input_for(tensor, number)
-    with _ONE_AT_A_TIME, ExitStack() as stack:
+    with _ONE_AT_A_TIME, capturing(), ExitStack() as stack:
         tables, draws = Tables(captured), Draws()
         draws.check_step(step, leaves)
         stack.callback(tables.put_back)
@@ -84,7 +85,7 @@ def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dic
     try:
         return step(*arguments, **options)
     except TypeError as error:
-        if "SymFloat" not in str(error):
+        if not any(name in str(error) for name in _OF_NUMBERS):
             raise
         raise data_dependent("as a number", error) from error
     except RuntimeError as error:
@@ -93,20 +94,22 @@ def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dic
         raise data_dependent("its memory", error) from error
 
 
+_OF_NUMBERS = ("SymFloat", "Object of type float is not JSON serializable")
+"""In messages of errors about a number of the capture; a real float has a text in JSON."""
+
+
 @contextmanager
 def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None]:
-    """Record the operations that run in the block, and note modules and optimizers that run."""
+    """Record the operations that run in the block, and note modules and optimizers that it reads.
+
+    An optimizer that the step makes is noted when it runs.
+    """
     outer, CAPTURING.loop = CAPTURING.loop, captured.loop
     thread = threading.get_ident()
 
-    def on_module(module: nn.Module, _: object) -> None:
-        if threading.get_ident() == thread:
-            tables.record_module(module)
-            draws.check_module(module)
-
-    def on_buffer(module: nn.Module, name: str, _: object) -> None:
-        if threading.get_ident() == thread and name in module._buffers:
-            tables.record_module(module)
+    def on_module(module: nn.Module, name: str) -> None:
+        tables.record_module(module)
+        draws.check_module(module, name)
 
     def on_parameter(module: nn.Module, name: str, parameter: object) -> None:
         is_new = module._parameters.get(name) is not None and captured.recording.has(parameter)
@@ -121,15 +124,16 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
         stack.callback(setattr, CAPTURING, "loop", outer)
         stack.callback(torch.clear_autocast_cache)
         for hook in (
-            register_module_forward_pre_hook(on_module),
-            register_module_buffer_registration_hook(on_buffer),
             register_module_parameter_registration_hook(on_parameter),
             register_optimizer_step_pre_hook(on_optimizer),
         ):
             stack.callback(hook.remove)
         torch.clear_autocast_cache()
+        # Backward passes written in Python and hooks are to run in this thread, which is watched.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(Recorder(captured.recording))
         stack.enter_context(_Watcher(captured))
+        stack.enter_context(watching_reads({nn.Module: on_module, Optimizer: on_optimizer}))
         yield
 
 
@@ -146,7 +150,7 @@ class _Watcher(Watching):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func in _READ_PAST_OPERATIONS or (func is _FORMAT and args[1:] != ("",)):
+        if func in _READ_PAST_OPERATIONS:
             raise data_dependent(f".{func.__name__}()")
         if func == _DATA.__set__:
             raise not_in_place("gives a tensor other memory", ".data = ...")
@@ -154,7 +158,9 @@ class _Watcher(Watching):
             tensor = args[0]
             if not isinstance(tensor, FakeTensor):
                 self.captured.recording.record_leaf(tensor)
-        if func in _OF_FLAGS and not isinstance(args[0], FakeTensor):
+        if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
+            return self.call_inside(_deeply_copied, *args)
+        if func in _OF_FLAGS and not _is_made(args[0]):
             self.captured.recording.record_flag(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
@@ -163,7 +169,9 @@ class _Watcher(Watching):
             overload = packet.tensor_lr if is_tensor else packet.default
             with torch.utils._python_dispatch._disable_current_modes():
                 return self.captured.recording.run(overload, args, options)
-        return func(*args, **options)
+        if func in _RUNNING_HOOKS:
+            return self.call_inside(_RUNNING_HOOKS[func], *args, **options)
+        return as_float(func(*args, **options))
 
 
 _READ_PAST_OPERATIONS = (
@@ -171,10 +179,42 @@ _READ_PAST_OPERATIONS = (
     torch.Tensor.numpy,
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
+    torch.Tensor.__format__,
+    torch.Tensor.__repr__,
 )
-"""Methods that read the content of a tensor from before the step without a recorded operation."""
+"""Methods that read the content of a tensor without a recorded operation."""
 
-_FORMAT = torch.Tensor.__format__
+
+def _is_made(tensor: torch.Tensor) -> bool:
+    """Return whether the step has made a tensor; those of torch.func's transforms it has."""
+    return isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor)
+
+
+def _deeply_copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Copy a tensor by an operation that is recorded, where `copy.deepcopy` copies its memory."""
+    if id(tensor) not in memo:
+        made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            made.grad = deepcopy(tensor.grad, memo)
+    found: torch.Tensor = memo[id(tensor)]
+    return found
+
+
+def _not_asking(function: Any) -> Any:
+    """Return a copy of a function that does not ask whether modes override it."""
+    never = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
+    made = FunctionType(
+        function.__code__, function.__globals__ | never, argdefs=function.__defaults__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_RUNNING_HOOKS = {
+    one: _not_asking(one)
+    for one in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
+"""Functions that run hooks and backward passes written in Python, for which the mode stays on."""
 
 _DATA: Any = torch.Tensor.data
 _GRADIENT: Any = torch.Tensor.grad

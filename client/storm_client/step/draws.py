@@ -2,8 +2,10 @@
 
 Draws from Python's generators are detected in any function that the step calls. Draws from NumPy's
 cannot be. So the states of its global generator, and of those that `reachable.py` finds, are
-compared. An iterator has no state to compare. So it is always refused in what the step reads, and
-in the attributes of a module that the step calls.
+compared: draws of other threads count as the step's. Those of Feeders rest meanwhile.
+
+An iterator has no state to compare. So it is always refused in what the step reads, and in the
+attributes of a module that the step calls.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import nn
 
 from storm_client.errors import UsageError
@@ -29,13 +32,26 @@ from storm_client.step.reachable import (
     reachable_from_module,
     state_of,
 )
-from storm_client.step.variables import ARGUMENT, CONTENT_BYTES, compared_variables, names_read
+from storm_client.step.refusals import is_inside, reads_a_generator
+from storm_client.step.variables import (
+    ARGUMENT,
+    CONTENT_BYTES,
+    code_of,
+    compared_variables,
+    names_read,
+)
 
 __all__ = ["Draws"]
 
 _DRAWING: Final = ("random", "getrandbits", "seed")
 """All methods by which Python's generators draw. `setstate` is none: Dynamo sets states that it
 found."""
+
+_SETTING: Final = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+"""The methods of PyTorch's generators that change them, which `generators.py` detects."""
+
+_RETURNING: Final = ("initial_seed", "get_rng_state", "get_rng_state_all")
+"""Functions of PyTorch's that return what a generator's method returns."""
 
 _LIBRARY: Final = Path(random.__file__).parent
 
@@ -52,8 +68,8 @@ class Draws:
         """The modules whose attributes were looked at, by id."""
         self._iterators: dict[int, str] = {}
         """The name of an iterator in a module's attributes, by the module's id."""
-        self._functions: set[object] = set()
-        """The `forward` functions whose variables were looked at."""
+        self._code: dict[int, object] = {}
+        """The functions of modules whose variables were looked at, by id."""
         self._note_generator("numpy.random", np.random)
 
     def check_step(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
@@ -71,19 +87,25 @@ class Draws:
                 )
         self._check_variables(step, arguments)
 
-    def check_module(self, module: nn.Module) -> None:
-        """Look at the attributes of a module to be called, and at the variables of its `forward`.
+    def check_module(self, module: nn.Module, name: str) -> None:
+        """Look at a module's attributes, and at the variables of the code that it has by a name.
+
+        Nothing is done where that is no code, or what all modules have, as `parameters`.
 
         Raises:
             UsageError: there is an iterator among them.
         """
+        code = code_of(module, name)
+        if code is None:
+            return
         self._note_modules(module)
         if id(module) in self._iterators:
             raise _holds_iterator(module, self._iterators[id(module)])
-        function = getattr(module.forward, "__func__", module.forward)
-        if function not in self._functions:
-            self._functions.add(function)
-            self._check_variables(module.forward)
+        if id(code) not in self._code:
+            self._code[id(code)] = code
+            bound = MethodType(code, module) if isinstance(code, FunctionType) else code
+            self._note_attributes(module, names_read(bound))
+            self._check_variables(bound)
 
     def _check_variables(
         self, function: Callable[..., Any], arguments: Sequence[object] = ()
@@ -139,10 +161,26 @@ class Draws:
 
     @untraced
     def _on_event(self, frame: FrameType, event: str, called: Any) -> None:
-        if event != "c_call" or called.__name__ not in _DRAWING:
+        if event != "c_call":
             return
-        if not isinstance(getattr(called, "__self__", None), random.Random):
-            return
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, torch.Generator) and called.__name__ not in _SETTING:
+            self._check_reader(frame)
+        if isinstance(owner, random.Random) and called.__name__ in _DRAWING:
+            self._check_drawing(frame)
+
+    def _check_reader(self, frame: FrameType | None) -> None:
+        """Refuse a step that reads a generator; PyTorch may, to set it again.
+
+        `generators.py` looks after PyTorch's generator on the host.
+        """
+        while frame is not None and _is_returning(frame.f_code):
+            frame = frame.f_back
+        if frame is not None and not is_inside(frame.f_code.co_filename):
+            self._error = self._error or reads_a_generator()
+            raise self._error
+
+    def _check_drawing(self, frame: FrameType) -> None:
         caller: FrameType | None = frame
         while caller is not None and caller.f_code.co_filename == random.__file__:
             caller = caller.f_back
@@ -160,6 +198,10 @@ class Draws:
         for name, generator, before in self._generators.values():
             if state_of(generator) != before:
                 raise _draws(repr(name))
+
+
+def _is_returning(code: CodeType) -> bool:
+    return code.co_name in _RETURNING and "/torch/" in code.co_filename
 
 
 def _holds_iterator(module: nn.Module, name: str) -> UsageError:

@@ -13,16 +13,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from storm_client.devices import usable
 from storm_client.errors import UsageError
+from storm_client.step.turns import iterating
 
 __all__ = ["Feeder"]
 
 POLL_SECONDS = 0.1
 """How often a thread that waits for the queue checks whether it is to end."""
+
+
+_END = object()
 
 
 class _Item(NamedTuple):
@@ -39,9 +44,9 @@ class Feeder(AbstractContextManager["Feeder"]):
         for x, y in storm.Feeder(loader, device="cuda"):
             ...
 
-    It is iterated over once. An exception of the iterable is raised in place of its item, and ends
-    the iteration. The thread ends if the loop is left early, at `close`, or at the end of the
-    `with` block.
+    Tensors and NumPy arrays are copied, so the iterable may reuse its buffers. It is iterated over
+    once. An exception of the iterable is raised in place of its item, and ends the iteration. The
+    thread ends if the loop is left early, at `close`, or at the end of the `with` block.
 
     The iterable should draw random numbers from a `torch.Generator` of its own, or in the worker
     processes of a DataLoader. If it draws from PyTorch's global generator while the running step
@@ -146,12 +151,17 @@ class Feeder(AbstractContextManager["Feeder"]):
     def _run(self) -> None:
         source: Iterator[Any] | None = None
         try:
-            source = iter(self._iterable)
+            with iterating():
+                source = iter(self._iterable)
             stream = torch.Stream(self.device) if self.device.type != "cpu" else None
-            for value in source:
+            while True:
+                with iterating():
+                    value = next(source, _END)
+                if value is _END:
+                    self._put(_Item(is_end=True))
+                    return
                 if not self._put(self._copied(value, stream)):
                     return
-            self._put(_Item(is_end=True))
         except BaseException as error:  # noqa: BLE001 - it is raised in the consumer's thread
             self._put(_Item(error=error))
         finally:
@@ -160,16 +170,40 @@ class Feeder(AbstractContextManager["Feeder"]):
                 close()
 
     def _copied(self, value: Any, stream: torch.Stream | None) -> _Item:
+        """Return a copy of an item; the iterable may write to the item from then on."""
+        leaves, spec = pytree.tree_flatten(value)
         if stream is None:
-            return _Item(pytree.tree_map_only(torch.Tensor, lambda one: one.to("cpu"), value))
+            return _Item(pytree.tree_unflatten(self._moved(leaves), spec))
+        made = torch.accelerator.current_stream(self.device)
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        is_here = any(one.device == self.device for one in tensors)
+        if is_here:
+            stream.wait_stream(made)
         with stream:
-            moved = pytree.tree_map_only(torch.Tensor, self._moved, value)
-        return _Item(moved, stream.record_event())
+            moved = self._moved(leaves)
+        copied = stream.record_event()
+        if is_here:
+            made.wait_event(copied)
+        if any(_is_in_memory(one) and one.is_pinned() for one in tensors):
+            copied.synchronize()
+        return _Item(pytree.tree_unflatten(moved, spec), copied)
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+    def _moved(self, leaves: list[Any]) -> list[Any]:
+        """Return copies of tensors and arrays; one that comes twice is one again."""
+        moved = {id(one): self._copy(one) for one in leaves}
+        return [moved[id(one)] for one in leaves]
+
+    def _copy(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.device == self.device:
+            return leaf.clone()
+        if self.device.type == "cpu":
+            return leaf.to(self.device)
+        pinned = leaf.pin_memory() if _is_in_memory(leaf) else leaf
+        return pinned.to(self.device, non_blocking=True)
 
     def _put(self, item: _Item) -> bool:
         """Put an item into the queue once there is space; return False if the Feeder is closed."""
@@ -180,6 +214,10 @@ class Feeder(AbstractContextManager["Feeder"]):
                 continue
             return True
         return False
+
+
+def _is_in_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _default_device() -> str:

@@ -4,6 +4,9 @@ A captured step draws from its generators' present positions, and nothing is dra
 captured. So the capture counts how far each generator would advance. If a generator is at another
 position at the next draw or at the end, the step has set it. Resetting a state to what it was is no
 change; checkpointing does so around code that draws nothing.
+
+A step that reads the seed of PyTorch's generator is captured for that seed. It may get the state,
+but not compute with it. `draws.py` refuses other reads.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-from storm_client.step.refusals import sets_a_generator
+from storm_client.step.refusals import reads_a_generator, sets_a_generator
 
 __all__ = ["Generators", "is_same"]
 
@@ -51,6 +54,15 @@ class Generators:
         if not is_default and self._other(generator) is None:
             self._others.append(_Other(generator))
 
+    def check_read(self, tensor: torch.Tensor) -> None:
+        """Raise UsageError if a tensor that the step uses is a state which it has got."""
+        if any(state is tensor for state, _ in self._default.states):
+            raise reads_a_generator()
+
+    def seed_read(self) -> int | None:
+        """Return the present seed of PyTorch's generator if the step has read it."""
+        return torch.default_generator.initial_seed() if self._default.is_read else None
+
     def draw(self, generator: torch.Generator | None) -> None:
         """Note that an operation draws from a generator, by default from PyTorch's.
 
@@ -82,7 +94,9 @@ class _Default:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._drawn = self._place = 0
-        self._states: list[tuple[torch.Tensor, int]] = []
+        self.is_read = False
+        """Whether the thread has read the seed."""
+        self.states: list[tuple[torch.Tensor, int]] = []
         """The states that were requested, with the generator's position at that time."""
 
     def __getattr__(self, name: str) -> Any:
@@ -95,16 +109,20 @@ class _Default:
         self._drawn += 1
         self._place = self._drawn
 
+    def initial_seed(self) -> int:
+        self.is_read = self.is_read or threading.get_ident() == self._thread
+        return torch.default_generator.initial_seed()
+
     def get_state(self) -> torch.Tensor:
         state = torch.default_generator.get_state()
         if threading.get_ident() == self._thread:
-            self._states.append((state, self._place))
+            self.states.append((state, self._place))
         return state
 
     def set_state(self, state: torch.Tensor) -> Any:
         if threading.get_ident() != self._thread:
             return torch.default_generator.set_state(state)
-        places = [place for known, place in self._states if known is state]
+        places = [place for known, place in self.states if known is state]
         self._place = places[0] if places else -1
         return self
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from storm_client.errors import UsageError
-from storm_client.step.variables import PLAIN, identified
+from storm_client.step.variables import identified, is_plain
 
 if TYPE_CHECKING:
     from storm_client.step.recording import Recording
@@ -141,7 +141,7 @@ def _watched(parts: Iterator[Batch], count: int) -> Iterator[Batch]:
 def _numbers_of(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a running function whose values are plain."""
     found = frame.f_locals.items()
-    return {name: identified(value) for name, value in found if isinstance(value, PLAIN)}
+    return {name: identified(value) for name, value in found if is_plain(value)}
 
 
 def _rows_of(tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:

@@ -31,7 +31,14 @@ from storm_client.step.nodes import (
     written_by,
 )
 
-__all__ = ["Carry", "Ordered", "ordered", "without_repeats"]
+__all__ = [
+    "Carry",
+    "Ordered",
+    "is_number",
+    "numbers_at_the_end",
+    "ordered",
+    "without_repeats",
+]
 
 aten = torch.ops.aten
 
@@ -318,7 +325,7 @@ def _constant(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
     target, val = node.target, node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(val, torch.Tensor):
         return None
-    if nbytes_of(val) > LARGEST_CONSTANT or target._schema.is_mutable or is_random(node):
+    if nbytes_of(val) > LARGEST_CONSTANT or target._schema.is_mutable or _has_effect(node):
         return None
     sources = node.all_input_nodes
     if not sources and target.overloadpacket not in _NEW:
@@ -348,7 +355,7 @@ def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
             alive |= reads(node)  # the next micro-batch may read what this one writes
     kept = []
     for node in reversed(nodes):
-        if node in needed or writes(node) & alive or is_random(node) or _is_unknown(node):
+        if node in needed or writes(node) & alive or _has_effect(node):
             kept.append(node)
             needed.update(node.all_input_nodes)
             alive |= reads(node)
@@ -356,10 +363,17 @@ def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
     return kept[::-1]
 
 
-def _is_unknown(node: fx.Node) -> bool:
-    """Return whether an operation is a custom one, which may do more than its schema says."""
+def _has_effect(node: fx.Node) -> bool:
+    """Return whether an operation does more than compute its results.
+
+    It draws random numbers, returns nothing and may raise, as checks do, or is a custom one, which
+    may do more than its schema says.
+    """
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims")
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    is_check = not target._schema.returns and not target._schema.is_mutable
+    return is_check or is_random(node) or target.namespace not in ("aten", "prims")
 
 
 def without_repeats(nodes: Sequence[fx.Node], found: Ordered) -> list[fx.Node]:
@@ -387,7 +401,7 @@ def without_repeats(nodes: Sequence[fx.Node], found: Ordered) -> list[fx.Node]:
 def _key(node: fx.Node) -> Any:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        if target._schema.is_mutable or is_random(node) or _is_unknown(node):
+        if target._schema.is_mutable or _has_effect(node):
             return None
         if not node.all_input_nodes and target.overloadpacket not in _NEW:
             return None
@@ -435,10 +449,31 @@ def _late(nodes: list[fx.Node]) -> set[fx.Node]:
             has_begun = has_begun or (index > end and bool(memory & there))
     known = set(nodes)
     for node in reversed(nodes):
-        if _is_plain_number(node) and all(user in late for user in node.users if user in known):
+        is_used_by_work = any(user in known and user not in late for user in node.users)
+        if _is_plain_number(node) and not is_used_by_work and node.meta[MICRO_BATCH] <= 0:
             late.add(node)
     return late
 
 
 def _is_plain_number(node: fx.Node) -> bool:
-    return not isinstance(node.target, torch._ops.OpOverload) and node.meta.get("val") is None
+    return is_number(node) and not isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether a node gives a number: `.item()`, or what Python computes with numbers."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target is aten._local_scalar_dense.default
+    return node.op == "call_function" and node.meta.get("val") is None
+
+
+def numbers_at_the_end(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return those of some nodes that give numbers and may run after all others."""
+    there, found, written = set(nodes), list[fx.Node](), set[int]()
+    for node in reversed(nodes):
+        is_used = any(user in there for user in node.users)
+        if is_number(node) and not is_used and not reads(node) & written:
+            found.append(node)
+            there.remove(node)
+        else:
+            written |= writes(node)
+    return found[::-1]

@@ -5,8 +5,9 @@
     a graph of the operations after the loop
     the late graph                               changes the state
 
-Each of the first two pairs is split where the most bytes are live. The planner of compiled models
-keeps, offloads or recomputes the values that are live there.
+What only Python computes of a part's results, such as a sum of `.item()`, is a graph behind the
+part. Each of the first two pairs is split where the most bytes are live. The planner of compiled
+models keeps, offloads or recomputes the values that are live there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from storm_client.compile.shared_budget import WHOLE
 from storm_client.compile.target import Graph, Target
 from storm_client.step.captured import Captured
 from storm_client.step.nodes import MICRO_BATCH, memories, reads, writes, written_by
-from storm_client.step.passes import BODY, Ordered, ordered, without_repeats
+from storm_client.step.passes import (
+    BODY,
+    Ordered,
+    is_number,
+    numbers_at_the_end,
+    ordered,
+    without_repeats,
+)
 from storm_client.step.strides import with_recorded_strides
 from storm_client.step.temporaries import Lifetimes, Temporary, peak_of
 
@@ -124,11 +132,13 @@ def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Generate code of a graph, unless it takes numbers: generated code would hold their values.
+    """Generate code of a graph, unless it has numbers: generated code would hold their values.
 
-    It does if a step updates its parameters before its last forward pass.
+    It does if a step updates its parameters before its last forward pass, or computes tensors with
+    a result of `.item()`.
     """
-    if any(node.meta["val"] is None for node in module.graph.find_nodes(op="placeholder")):
+    taken = any(node.meta["val"] is None for node in module.graph.find_nodes(op="placeholder"))
+    if taken or any(map(is_number, module.graph.nodes)):
         return _by_pytorch(module)
     from storm_client.compile.inductor import generate_inference  # loads Inductor
 
@@ -174,19 +184,31 @@ class _Builder:
         once = [node for node in found.work if node.meta[MICRO_BATCH] in (0, 1)]
         body, after = found.of_micro_batch(BODY), found.of_micro_batch(-1)
         read_after = _read_by([*after, *found.late])
-        once_calls = self._pair(once, read_after | _read_by(body))
-        body_calls = self._pair(body, read_after)
-        after = without_repeats(after, found)
-        after_calls = [self._single(after, _read_by(found.late), self.generate)] if after else []
+        once_calls = self._before_numbers(once, read_after | _read_by(body), self._pair)
+        body_calls = self._before_numbers(body, read_after, self._pair)
+        after_calls = self._before_numbers(after, _read_by(found.late), self._whole)
         late = self._single(found.late, set(), _by_pytorch)
         program = Program(self.captured, found, once_calls, body_calls, after_calls, late)
         self._drop(program)
         return program
 
+    def _before_numbers(
+        self,
+        nodes: list[fx.Node],
+        later: set[fx.Node],
+        calls_of: Callable[[list[fx.Node], set[fx.Node]], list[Call]],
+    ) -> list[Call]:
+        """Return a part's calls, and one more for the numbers that the part does not use itself."""
+        numbers = numbers_at_the_end(nodes)
+        rest = [node for node in nodes if node not in numbers]
+        calls = calls_of(rest, later | _read_by(numbers)) if rest else []
+        return [*calls, self._single(numbers, later, _by_pytorch)] if numbers else calls
+
+    def _whole(self, nodes: list[fx.Node], later: set[fx.Node]) -> list[Call]:
+        return [self._single(without_repeats(nodes, self.found), later, self.generate)]
+
     def _pair(self, nodes: list[fx.Node], later: set[fx.Node]) -> list[Call]:
         """Return a part's calls: split where most bytes are live, each half without repeats."""
-        if not nodes:
-            return []
         wanted = self._wanted() | later
         at = peak_of(nodes, [node for node in nodes if node in wanted])
         while at < len(nodes) and nodes[at].target is operator.getitem:

@@ -22,9 +22,9 @@ from torch.optim.optimizer import Optimizer
 
 from storm_client.step.variables import (
     CONTAINERS,
-    PLAIN,
     compared_variables,
     contents,
+    is_plain,
     is_pytorchs,
     names_read,
     own_attributes,
@@ -106,7 +106,7 @@ def _reachable(
     while waiting and looked_at < VALUES:
         for name, value in waiting.popleft():
             looked_at += 1
-            if isinstance(value, (torch.Tensor, *PLAIN)) or id(value) in seen:
+            if isinstance(value, torch.Tensor) or is_plain(value) or id(value) in seen:
                 continue
             seen[id(value)] = value
             yield name, value

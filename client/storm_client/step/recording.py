@@ -56,6 +56,9 @@ _VIEWS = {
 """Views whose schemas declare no alias, so that autograd counts no writes to them, and the same
 views with schemas that declare it. A GRU writes to slices of its gates this way."""
 
+_UNMET = "Expected Tensor with single nonzero value, but got zero"
+"""What `_assert_async` says. Inductor drops it, except with a message."""
+
 
 @dataclass(eq=False)
 class Outside:
@@ -101,6 +104,7 @@ class Recording:
         if known is not None:
             return known
         self._check(tensor)
+        self.generators.check_read(tensor)
         self.record_leaf(tensor)
         with torch.utils._python_dispatch._disable_current_modes():
             fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
@@ -277,6 +281,8 @@ class Recording:
         if function is BACKWARD_LAYER:
             *others, workspace = arguments
             return function, (*others, self.run(aten.clone.default, (workspace,), {}))
+        if function is aten._assert_async.default:
+            return aten._assert_async.msg, (*arguments, _UNMET)
         return _VIEWS.get(function, function), arguments
 
     def _refuse_some(self, function: Any) -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from linecache import getlines
 from pathlib import Path
 
 from storm_client.errors import UsageError
 
-__all__ = ["data_dependent", "not_in_place", "script_line", "sets_a_generator"]
+__all__ = [
+    "data_dependent",
+    "is_inside",
+    "not_in_place",
+    "reads_a_generator",
+    "script_line",
+    "sets_a_generator",
+]
 
 _OURS = f"{Path(__file__).parents[1]}/"
 """The prefix of the file names of this package."""
+
+_PYTHONS = f"{Path(traceback.__file__).parent}/"
+"""The prefix of the file names of Python's standard library, and of what is installed."""
 
 
 def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
@@ -26,11 +37,10 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
         advice = "a GradScaler decides by what gradients hold; train in bfloat16 without one"
     elif any(name.endswith("optim/swa_utils.py") for name in below):
         advice = "call update_parameters() of an average after the step"
-    elif any("/torch/optim/" in name for name in below):
-        advice = (
-            "this optimizer's update branches on how often it was called; pass capturable=True, "
-            "or take another"
-        )
+    elif updates := [name for name in below if "/torch/optim/" in name]:
+        is_offered = any("capturable: bool" in line for line in getlines(updates[-1]))
+        way = "pass capturable=True, or take another" if is_offered else "take another optimizer"
+        advice = f"this optimizer's update branches on how often it was called; {way}"
     return UsageError(
         f"the step reads what a tensor holds ({what}) at {script_line(frames)}: a captured step "
         f"runs the same operations whatever that is; {advice}"
@@ -54,13 +64,26 @@ def sets_a_generator() -> UsageError:
     )
 
 
+def reads_a_generator() -> UsageError:
+    """Return the error for a step that reads a generator's seed or state."""
+    return UsageError(
+        f"the step reads the seed or state of a generator at {script_line()}, and would do so only "
+        "while it is captured; read it before the step, and pass it as an argument"
+    )
+
+
 def script_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
-    """Return the innermost line of the call stack that is not PyTorch's or ours."""
+    """Return the innermost line of the call stack that is not PyTorch's, Python's or ours."""
     for frame in reversed(traceback.extract_stack() if frames is None else frames):
-        if "/torch/" not in frame.filename and not _is_ours(frame.filename):
+        if not is_inside(frame.filename) and not _is_pythons(frame.filename):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
     return "an unknown line"
 
 
-def _is_ours(name: str) -> bool:
-    return name.startswith((_OURS, "<"))
+def is_inside(name: str) -> bool:
+    """Return whether a file is PyTorch's or ours."""
+    return "/torch/" in name or name.startswith((_OURS, "<"))
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(_PYTHONS) and "-packages/" not in name

@@ -1,18 +1,18 @@
 """Numbers of a captured step that differ from run to run: a learning rate, a result of `.item()`.
 
 A step's Python code computes with them as with floats, and PyTorch takes them as scalars. Each
-operation on them is recorded as a Python operation on doubles. So a run gets the bits that the step
-would compute; tensors in their place would round differently.
+operation that gives a float is recorded as a Python operation on doubles. So a run gets the bits
+that the step would compute; tensors in their place would round differently.
 
-They are `torch.SymFloat`, with a node of ours behind it. A branch on a number that is known when a
-run begins becomes a condition of the captured step. A branch on a computed number cannot be
-captured.
+They are `torch.SymFloat`, with a node of ours behind it. Whatever else Python code asks of one,
+such as a comparison or its text, decides by its value. If that is known when a run begins, the
+answer becomes a condition of the captured step. If it is computed, the step is refused.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class Number:
         self.value = value
 
     def __getattr__(self, name: str) -> Any:
-        """Return a function that records one of Python's operations."""
+        """Return a function that records one of Python's operations, for PyTorch."""
         function = _BINARY.get(name) or _UNARY.get(name) or _COMPARISONS.get(name)
         if function is None:
             raise AttributeError(name)
@@ -115,21 +115,21 @@ class Number:
     wrap_int = wrap_bool = wrap_float
 
     def guard_float(self, *_: object) -> float:
-        """Return the value as a condition of the captured step; raise if only a run computes it."""
-        return float(self._concluded())
+        return float(self.concluded())
 
     def guard_int(self, *_: object) -> int:
-        return int(self._concluded())
+        return int(self.concluded())
 
     def guard_bool(self, *_: object) -> bool:
-        return bool(self._concluded())
+        return bool(self.concluded())
 
     def expect_true(self, *_: object) -> bool:
-        return True if self.value is None else bool(self._concluded())
+        return True if self.value is None else bool(self.concluded())
 
     bool_ = guard_or_false = guard_or_true = guard_size_oblivious = guard_bool
 
-    def _concluded(self) -> Any:
+    def concluded(self) -> Any:
+        """Return the value as a condition of the captured step; raise if only a run computes it."""
         if self.value is None:
             raise data_dependent("a number")
         self.numbers.conditions.append(Condition(self.source, self.value))
@@ -141,9 +141,127 @@ class Number:
     str = _graph_repr
 
 
+class _SymFloat(torch.SymFloat):
+    """What Python code gets: `isinstance` takes it for a float, and it has all methods of a float.
+
+    PyTorch asks for its real type.
+    """
+
+    __class__ = property(lambda _: float)
+    __array_ufunc__ = None
+    node: Number
+
+    def __init__(self, node: Number) -> None:
+        super().__init__(node)  # type: ignore[no-untyped-call]
+
+    real = property(lambda self: self)
+    imag = property(lambda _: 0.0)
+
+    def conjugate(self) -> _SymFloat:
+        return self
+
+    __pos__ = __copy__ = __sym_float__ = conjugate
+
+    def __deepcopy__(self, _: object) -> _SymFloat:
+        return self
+
+    def __reduce_ex__(self, _: object) -> tuple[type, tuple[float]]:
+        return float, (self.node.guard_float(),)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
+    def __round__(self, digits: int | None = None) -> Any:
+        if digits is None:
+            return round(self.node.guard_float())
+        numbers = self.node.numbers
+        return _SymFloat(numbers.apply(round, self.node, Number(numbers, digits, digits)))
+
+
+def _recorded(function: Callable[..., Any], *, is_reflected: bool = False) -> Any:
+    """Return a method that records an operation which gives a float."""
+
+    def method(self: _SymFloat, *others: object) -> Any:
+        operands = _operands(self, others)
+        if operands is None:
+            return NotImplemented
+        ordered = reversed(operands) if is_reflected else operands
+        return _SymFloat(self.node.numbers.apply(function, *ordered))
+
+    return method
+
+
+def _decided(function: Callable[..., Any]) -> Any:
+    """Return a method whose answer becomes a condition; it raises if only a run computes it."""
+
+    def method(self: _SymFloat, *others: object) -> Any:
+        operands = _operands(self, others)
+        if operands is None:
+            return NotImplemented
+        return self.node.numbers.apply(function, *operands).concluded()
+
+    return method
+
+
+def _asked(name: str) -> Any:
+    """Return the method of that name that the number's value has."""
+    function = getattr(float, name)
+    return lambda self, *arguments: function(self.node.guard_float(), *arguments)
+
+
+def _operands(number: _SymFloat, others: Sequence[object]) -> list[Number] | None:
+    """Return the operands of an operation, which are all numbers of Python's; None elsewhere."""
+    found = [number.node]
+    for other in others:
+        known = number_of(other)
+        if known is None and type(other) not in (bool, int, float):
+            return None
+        found.append(known or Number(number.node.numbers, other, other))  # type: ignore[arg-type]
+    return found
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _function = getattr(operator, _name)
+    setattr(_SymFloat, f"__{_name}__", _recorded(_function))
+    setattr(_SymFloat, f"__r{_name}__", _recorded(_function, is_reflected=True))
+for _name, _function in (
+    ("__neg__", operator.neg),
+    ("__abs__", operator.abs),
+    ("__sym_max__", max),
+    ("__sym_min__", min),
+):
+    setattr(_SymFloat, _name, _recorded(_function))
+for _name, _function in _COMPARISONS.items():
+    setattr(_SymFloat, f"__{_name}__", _decided(_function))
+_SymFloat.__bool__ = _decided(operator.truth)  # type: ignore[method-assign]
+for _name in (
+    "__ceil__",
+    "__float__",
+    "__floor__",
+    "__format__",
+    "__hash__",
+    "__int__",
+    "__repr__",
+    "__trunc__",
+    "as_integer_ratio",
+    "hex",
+    "is_integer",
+):
+    setattr(_SymFloat, _name, _asked(_name))
+
+
 def symbolic(numbers: Numbers, node: fx.Node, value: float | None) -> Any:
     """Return a node's number as the torch.SymFloat that Python code and PyTorch take."""
-    return torch.SymFloat(Number(numbers, node, value))  # type: ignore[no-untyped-call]
+    return _SymFloat(Number(numbers, node, value))
+
+
+def as_float(value: Any) -> Any:
+    """Return a number that PyTorch has returned as Python code takes it; anything else as it is."""
+    number = number_of(value)
+    return value if number is None else _SymFloat(number)
 
 
 def number_of(value: object) -> Number | None:

@@ -26,10 +26,10 @@ from storm_client.eager.settings import deciding_settings, kinds_of_casts
 from storm_client.step.captured import VARYING_SETTINGS, Captured, is_varying
 from storm_client.step.scalars import evaluate
 from storm_client.step.variables import (
-    PLAIN,
     are_plain,
     attributes,
     identified,
+    is_plain,
     of_optimizer,
     variables,
     variables_of_type,
@@ -121,7 +121,8 @@ class State:
 
     def _python(self, leaves: Sequence[object]) -> list[Any]:
         """Return everything, besides tensors, that Python code may have decided by."""
-        found: list[Any] = [surroundings(), variables(self.step, leaves)]
+        seed = self.captured.recording.generators.seed_read()
+        found: list[Any] = [surroundings(), seed, variables(self.step, leaves)]
         found += [
             (
                 module.training,
@@ -230,7 +231,7 @@ def described(leaf: object) -> Any:
     if isinstance(leaf, torch.Tensor):
         offset = leaf.storage_offset() * leaf.element_size() if leaf.device.type == "meta" else 0
         return type(leaf), *_form(leaf), offset % 16
-    return identified(leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf))
+    return identified(leaf) if is_plain(leaf) else (type(leaf), id(leaf))
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ real state. After the capture everything is reset to its state before.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from storm_client.errors import UsageError
 from storm_client.step.captured import VARYING_SETTINGS, Captured, Result, Setting, is_varying
+from storm_client.step.places import Places, held_by, put_back
 from storm_client.step.scalars import number_of
 from storm_client.step.variables import NO_STATE, attributes, is_value, of_optimizer
 
@@ -31,17 +33,19 @@ class _SeenModule:
     table: dict[str, Any]
     comparable: dict[str, Any]
     """Its attributes, in the form in which they are compared."""
-    buffers: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+    """Copies of its tables of parameters, buffers and submodules."""
 
     @classmethod
     def of(cls, module: nn.Module) -> _SeenModule:
-        return cls(module, dict(module.__dict__), attributes(module), dict(module._buffers))
+        table = dict(module.__dict__)
+        copies = {key: dict(table[key]) for key in ("_parameters", "_buffers", "_modules")}
+        return cls(module, table, attributes(module), copies)
 
     def put_back(self) -> None:
-        self.module._buffers.clear()
-        self.module._buffers.update(self.buffers)
-        self.module.__dict__.clear()
-        self.module.__dict__.update(self.table)
+        put_back(self.module.__dict__, self.table)
+        for key, before in self.tables.items():
+            put_back(self.table[key], before)
 
 
 @dataclass(eq=False)
@@ -82,6 +86,10 @@ class _SeenOptimizer:
             group.update(before)
 
 
+_CHANGED = (dict, list, set, deque)
+"""Containers that code can change in place."""
+
+
 class Tables:
     """The state before a step is captured, to which everything is reset afterwards."""
 
@@ -90,8 +98,10 @@ class Tables:
         self.captured = captured
         self.modules: list[_SeenModule] = []
         self.optimizers: list[_SeenOptimizer] = []
-        self._contents: list[tuple[Any, Any]] = []
-        """Lists and dicts of modules and optimizers, with copies of them."""
+        self.places = Places()
+        """What the attributes of modules lead to."""
+        self._contents: list[tuple[Any, dict[Any, Any]]] = []
+        """Containers of modules and optimizers, with what they hold."""
         self._seen: set[int] = set()
         """The ids of the modules seen, which are kept alive."""
 
@@ -113,7 +123,9 @@ class Tables:
                 self.captured.modules.append(one)
                 seen = _SeenModule.of(one)
                 self.modules.append(seen)
-                self._note(value for key, value in seen.table.items() if key in seen.comparable)
+                own = {key: one for key, one in seen.table.items() if key in seen.comparable}
+                self._note(own.values())
+                self.places.note((f"{type(one).__name__}.{key}", own[key]) for key in own)
 
     def record_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer before it makes a step; its settings become symbolic numbers."""
@@ -135,7 +147,7 @@ class Tables:
         seen.given = [dict(group) for group in optimizer.param_groups]
 
     def _note(self, values: Iterable[Any]) -> None:
-        self._contents += [(one, one.copy()) for one in values if type(one) in (list, dict)]
+        self._contents += [(one, held_by(one) or {}) for one in values if isinstance(one, _CHANGED)]
 
     def _symbolic(self, optimizer: Optimizer, group: int, key: str) -> Any:
         value = optimizer.param_groups[group][key]
@@ -158,9 +170,9 @@ class Tables:
         """Reset everything to its state before the capture."""
         for optimizer in self.optimizers:
             optimizer.put_back()
+        self.places.put_back()
         for held, before in self._contents:
-            held.clear()
-            held.extend(before) if isinstance(held, list) else held.update(before)
+            put_back(held, before)
         for module in self.modules:
             module.put_back()
         for tensor, gradient in self.captured.recording.leaves.values():
@@ -201,6 +213,7 @@ def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
         _conclude_optimizer(captured, optimizer)
     for module in tables.modules:
         _conclude_module(captured, module)
+    tables.places.check()
 
 
 def _conclude_optimizer(captured: Captured, seen: _SeenOptimizer) -> None:
@@ -220,8 +233,9 @@ def _conclude_optimizer(captured: Captured, seen: _SeenOptimizer) -> None:
 
 def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
     module, name_of_class = seen.module, type(seen.module).__name__
+    _check_members(seen)
     for name, value in module._buffers.items():
-        if value is not seen.buffers.get(name):
+        if value is not seen.tables["_buffers"].get(name):
             captured.side_effects.append(_result(captured, value, ("buffer", module, name)))
     for name, value in module.__dict__.items():
         if _holds_a_tensor(captured, value) and name != "_buffers":
@@ -247,6 +261,15 @@ def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
                 "the first step, or keep plain values in it"
             )
         captured.side_effects.append(_result(captured, value, ("attribute", module, name)))
+
+
+def _check_members(seen: _SeenModule) -> None:
+    for key in ("_parameters", "_modules"):
+        if list(map(id, seen.table[key].values())) != list(map(id, seen.tables[key].values())):
+            raise UsageError(
+                f"the step changes which {key[1:]} a {type(seen.module).__name__} has, which each "
+                "run would have to do again; do that outside of the step"
+            )
 
 
 def check_arguments(captured: Captured, given: object) -> None:

@@ -11,8 +11,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
+from functools import cached_property, partial
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,12 +32,14 @@ __all__ = [
     "CONTAINERS",
     "CONTENT_BYTES",
     "NO_STATE",
-    "PLAIN",
     "are_plain",
     "attributes",
+    "code_of",
     "compared_variables",
     "contents",
+    "functions_of",
     "identified",
+    "is_plain",
     "is_pytorchs",
     "is_value",
     "names_read",
@@ -41,7 +50,7 @@ __all__ = [
     "variables_of_type",
 ]
 
-PLAIN = (
+_PLAIN = (
     bool,
     int,
     float,
@@ -107,19 +116,19 @@ def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
 def variables_of_type(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
     """Return those of a function's variables and object's attributes that are of type `kind`."""
     found: list[Any] = list(_of_partials(step))
-    for function, owner in _functions(step):
+    for function, owner in functions_of(step):
         found += [value for _, value in _surrounding(function, owner)]
         found += getattr(owner, "__dict__", {}).values()
     return [one for one in found if isinstance(one, kind)]
 
 
-def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionType, object]]:
+def functions_of(step: object, owner: object = None) -> Iterator[tuple[FunctionType, object]]:
     """Yield the functions of a step, each with the object whose method it is.
 
     A decorator comes before the function that it decorates.
     """
     if isinstance(step, partial):
-        yield from _functions(step.func)
+        yield from functions_of(step.func)
         return
     function = getattr(step, "__func__", step)
     owner = getattr(step, "__self__", owner)
@@ -132,14 +141,14 @@ def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionTyp
         if isinstance(called, FunctionType):
             yield called, step
     if hasattr(function, "__wrapped__"):
-        yield from _functions(function.__wrapped__, owner)
+        yield from functions_of(function.__wrapped__, owner)
 
 
 def compared_variables(
     step: Callable[..., Any], arguments: Sequence[object]
 ) -> Iterator[tuple[str, Any]]:
     """Yield all variables and arguments of a function that are compared, with their names."""
-    for number, (function, owner) in enumerate(_functions(step)):
+    for number, (function, owner) in enumerate(functions_of(step)):
         before = "decorated: " * number
         names = _names(function)
         for name, value in _surrounding(function, owner):
@@ -150,7 +159,7 @@ def compared_variables(
     for number, value in enumerate(_of_partials(step)):
         yield from _look_at(f"{ARGUMENT} {number} of the partial", value, names)
     for number, value in enumerate(arguments):
-        if not isinstance(value, (torch.Tensor, *PLAIN)):
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
             yield from _look_at(f"{ARGUMENT} {number}", value, names)
 
 
@@ -160,7 +169,7 @@ ARGUMENT = "argument"
 
 def names_read(step: Callable[..., Any]) -> list[str]:
     """Return the names that a step's own code may read, of variables and of attributes."""
-    return [name for function, _ in _functions(step) for name in _names(function)]
+    return [name for function, _ in functions_of(step) for name in _names(function)]
 
 
 def _of_partials(step: object) -> Iterator[Any]:
@@ -208,7 +217,7 @@ _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 def _look_at(name: str, value: object, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield a variable, and those of its attributes that are among `names`."""
     yield name, value
-    if isinstance(value, (nn.Module, Optimizer, torch.Tensor, *PLAIN, *CONTAINERS)):
+    if is_plain(value) or isinstance(value, (nn.Module, Optimizer, torch.Tensor, *CONTAINERS)):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType)) or is_pytorchs(value):
         return
@@ -232,7 +241,8 @@ def _attribute(owner: object, name: str) -> Any:
     Of modules and classes, only plain values and containers are returned.
     """
     found, is_value = _stored(owner, name)
-    return found if is_value or isinstance(found, (*PLAIN, *CONTAINERS)) else _MISSING
+    is_compared = is_value or is_plain(found) or isinstance(found, CONTAINERS)
+    return found if is_compared else _MISSING
 
 
 def _stored(owner: object, name: str) -> tuple[Any, bool]:
@@ -291,6 +301,23 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def code_of(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Return what a module runs by a name: a function, a method, or that of a property.
+
+    None where there is none, or only what every module has.
+    """
+    found = module.__dict__.get(name, _of_class(type(module), name))
+    if found is nn.Module.__dict__.get(name):
+        return None
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, cached_property):
+        found = found.func
+    elif isinstance(found, (classmethod, staticmethod, MethodType)):
+        found = found.__func__
+    return found if callable(found) else None
+
+
 def attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes, such as a dropout's probability, in comparable form."""
     return {key: identified(value) for key, value in own_attributes(module).items()}
@@ -299,9 +326,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 def are_plain(module: nn.Module) -> bool:
     """Return whether all of a module's attributes are plain values, which never change in place."""
     return all(
-        isinstance(value, PLAIN)
-        for key, value in module.__dict__.items()
-        if key not in _EVERY_MODULES
+        is_plain(value) for key, value in module.__dict__.items() if key not in _EVERY_MODULES
     )
 
 
@@ -363,22 +388,27 @@ def is_value(value: object) -> bool:
         return all(map(is_value, (*value, *value.values())))
     if isinstance(value, (list, tuple)):
         return all(map(is_value, value))
-    return isinstance(value, PLAIN)
+    return is_plain(value)
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value never changes in place; numbers of a capture are none."""
+    return issubclass(type(value), _PLAIN)
 
 
 def _alone(value: object) -> Any:
-    if isinstance(value, (float, complex, np.generic)):
-        return type(value), repr(value)  # distinguishes zeros by sign, and NaN equals itself
-    if isinstance(value, PLAIN):
-        return type(value), value
+    if is_plain(value):
+        # the text distinguishes zeros by sign, and NaN equals itself
+        is_number = isinstance(value, (float, complex, np.generic))
+        return type(value), repr(value) if is_number else value
     if isinstance(value, tuple) and len(value) <= CONTENTS:
         return type(value), tuple(map(_alone, value))
     return _Same(value)
 
 
 def _members(value: set[Any] | frozenset[Any]) -> Any:
-    plain = [one for one in value if isinstance(one, PLAIN)]
-    others = [one for one in value if not isinstance(one, PLAIN)]
+    plain = [one for one in value if is_plain(one)]
+    others = [one for one in value if not is_plain(one)]
     return set(map(_alone, plain)), sorted(map(id, others))
 
 

@@ -160,7 +160,9 @@ class Inbound:
         end = time.monotonic() + STALL_SECONDS
         if not open_staging(self._connection, self._lane, self._transfers, end):
             with self._connection.lock:
-                raise self._stalled(parts[0].entry)
+                raise self._stalled(
+                    parts[0].entry, f"did not map the staging area within {STALL_SECONDS:g} s"
+                )
 
     def _prefetch_staged(self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]) -> None:
         """Request the next records, `upcoming`, into the staging area."""
@@ -216,29 +218,27 @@ class Inbound:
 
     def _wait_for_room(self, entry: int) -> None:
         """Wait until something has been freed, or more memory is mapped; `entry` waits for that."""
+        begun = time.monotonic()
         seen, patience = self._transfers.freed, Patience(self._connection, self._transfers)
         while self._transfers.freed == seen:
             if not patience.wait():
-                raise self._stalled(entry)
+                raise self._stalled(entry, _silence(begun))
 
     def _wait_for_part(self, incoming: Incoming, index: int) -> None:
         transfer = incoming.transfers[index]
         if transfer.phase is Phase.REQUESTED:
+            begun = time.monotonic()
             patience = Patience(self._connection, self._transfers)
             while transfer.phase is Phase.REQUESTED:
                 if not patience.wait():
-                    raise self._stalled(incoming.parts[index].entry)
+                    raise self._stalled(incoming.parts[index].entry, _silence(begun))
         if transfer.error is not None:
             raise transfer.error
 
-    def _stalled(self, entry: int) -> ActivationLost:
+    def _stalled(self, entry: int, silence: str) -> ActivationLost:
         """Release waiting streams, and return the error for a thread whose wait timed out."""
-        self._end_waits(self._transfers.handed_out.fail_all(_unanswered()))
-        return ActivationLost(
-            f"the daemon did not restore entry {entry}, and answered nothing for "
-            f"{STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` and "
-            "its log"
-        )
+        self._end_waits(self._transfers.handed_out.fail_all(_unconfirmed(silence)))
+        return _unanswered(f"did not restore entry {entry}", silence)
 
     # --- into memory of its own -------------------------------------------------------------
 
@@ -309,14 +309,14 @@ class Inbound:
             CorruptBlob, ActivationLost: the daemon could not restore memory that was in use.
             DaemonLost: the daemon is gone.
         """
-        transfers = self._transfers
+        transfers, begun = self._transfers, time.monotonic()
         with self._connection.lock:
             try:
                 is_answered = self._wait_until(lambda: not transfers.handed_out.is_used_by(user))
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=True) from loss
             if not is_answered:
-                self._end_waits(transfers.handed_out.fail_all(_unanswered()))
+                self._end_waits(transfers.handed_out.fail_all(_unconfirmed(_silence(begun))))
             failed = transfers.handed_out.failed.pop(user, None)
         if failed is not None and failed.error is not None:
             raise failed.error
@@ -327,7 +327,8 @@ class Inbound:
         if not transfers.handed_out or transfers.answered != self._seen_answers:
             self._seen_answers, self._answered_at = transfers.answered, now
         elif now - self._answered_at > LONGEST_SECONDS:
-            self._end_waits(transfers.handed_out.fail_all(_unanswered()))
+            silence = f"answered nothing for {LONGEST_SECONDS:g} s"
+            self._end_waits(transfers.handed_out.fail_all(_unconfirmed(silence)))
 
     def _end_waits(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
@@ -487,11 +488,22 @@ class Inbound:
         return self._transfers.prefetched_bytes + self._transfers.handed_out.nbytes
 
 
-def _unanswered() -> ActivationLost:
+def _silence(begun: float) -> str:
+    """Return what the daemon did until a wait that had begun then ended; see Patience."""
+    if time.monotonic() - begun < LONGEST_SECONDS:
+        return f"answered nothing for {STALL_SECONDS:g} s"
+    return f"answered only other requests for {LONGEST_SECONDS:g} s"
+
+
+def _unconfirmed(silence: str) -> ActivationLost:
+    what = "did not say whether it has restored what a backward pass has used"
+    return _unanswered(what, silence)
+
+
+def _unanswered(what: str, silence: str) -> ActivationLost:
     return ActivationLost(
-        "the daemon did not say whether it has restored what a backward pass has used, and "
-        f"answered nothing for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see "
-        "`stormd status` and its log"
+        f"the daemon {what}, and {silence}: restart it if it hangs (see `stormd status` and its "
+        "log), and repeat the step from its forward pass"
     )
 
 

@@ -34,6 +34,57 @@ def test_what_is_stored_is_not_copied_and_comes_back_aligned(client: storm.Clien
     assert not [line for line in doubted if "stormd.wait" in line]
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, partial(nn.GroupNorm, 2)])
+def test_images_of_several_sizes_are_read_in_the_layout_that_was_chosen(
+    norm: Callable[[int], nn.Module], client: storm.Client
+) -> None:
+    """Inductor lays a convolution's result out by channels, and norms add in that order."""
+
+    def program(wrap: Wrap) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 16, 3), norm(16), nn.ReLU())
+        call, found = wrap(net), []
+        for size in ((12, 14), (18, 10)):
+            y = call(seeded("cpu", 2, 3, *size))
+            (y * torch.linspace(0.5, 1.5, y.numel()).view(y.shape)).sum().backward()
+            found += [y.detach(), *(one.clone() for one in gradients(net))]
+        return found
+
+    def compiled(model: nn.Module) -> Any:
+        return storm.compile(model, client=client, min_bytes=1, budget="least", dynamic=True)
+
+    assert_identical(program(compiled), program(partial(torch.compile, dynamic=True)))
+
+
+@torch.library.custom_op("stormd_tests::accumulate", mutates_args=("total",))
+def accumulate(total: Tensor, x: Tensor) -> None:
+    total.add_(x)
+
+
+def test_what_a_custom_operator_writes_to_stays_as_it_left_it(client: storm.Client) -> None:
+    """Without the copy that PyTorch drops, the caller's tensor is the saved one."""
+
+    def function(x: Tensor, w: Tensor, total: Tensor) -> Tensor:
+        h = x @ w
+        accumulate(total, x.detach() @ w.detach())
+        copied, other = total.clone(), h * 1
+        accumulate(other, h.detach())
+        return h * copied + other * h
+
+    def program(wrap: Wrap) -> list[Tensor]:
+        torch._dynamo.reset()
+        x, w = seeded("cpu", 8, 16, grad=True), seeded("cpu", 16, 16, seed=2, grad=True)
+        total = torch.zeros(8, 16)
+        y = wrap(function)(x, w, total)
+        y.sum().backward()
+        return [y.detach(), x.grad, w.grad, total]
+
+    found = program(partial(storm.compile, client=client, min_bytes=64, budget="least"))
+    assert_identical(found, program(torch.compile))
+    assert torch.allclose(found[-1], program(lambda one: one)[-1])
+
+
 # --- what is recomputed ---------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -190,11 +191,58 @@ def test_an_average_of_weights_is_to_be_updated_outside() -> None:
         capture(lambda: average.update_parameters(net), (), {})
 
 
-def test_an_update_that_branches_is_refused_with_what_to_do() -> None:
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        (torch.optim.RAdam, "branches on how often .*; pass capturable=True, or take another$"),
+        (torch.optim.Adafactor, "branches on how often .*; take another optimizer$"),
+    ],
+)
+def test_an_update_that_branches_is_refused_with_what_to_do(
+    kind: type[torch.optim.Optimizer], advice: str
+) -> None:
     one = Trained()
-    one.optimizer = torch.optim.RAdam(one.net.parameters(), lr=1e-2)
-    with pytest.raises(UsageError, match="branches on how often"):
+    one.optimizer = kind(one.net.parameters(), lr=1e-2)
+    with pytest.raises(UsageError, match=advice):
         capture(one.step, (seeded("cpu", 4, 8),), {})
+
+
+def of_each_row(net: nn.Linear, x: Tensor) -> Tensor:
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(net, parameters, (row,)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    return found(dict(net.named_parameters()), x)["weight"].norm(dim=(1, 2)).sum()
+
+
+def of_copies(net: nn.Linear, x: Tensor) -> Tensor:
+    made, table = copy.deepcopy((net.mean, [x.detach(), x.detach()])), copy.deepcopy(net)
+    return (made[0] * made[1][0] - made[1][1] + table(x) + table.mean).sum()
+
+
+@pytest.mark.parametrize("use", [of_each_row, of_copies])
+def test_gradients_of_rows_and_deep_copies_are_those_of_each_run(
+    use: Callable[[nn.Linear, Tensor], Tensor],
+) -> None:
+    def trained(wrap: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        net.register_buffer("mean", torch.ones(4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net.mean.add_(1)
+            return use(net, x).detach()
+
+        call = wrap(step)
+        return [call(seeded("cpu", 3, 4, seed=n)) for n in range(3)]
+
+    compiled = trained(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
+    assert_identical(compiled, trained(lambda step: step))
 
 
 def test_a_capture_runs_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -26,6 +27,28 @@ def test_items_come_in_order_and_on_the_device(device: str) -> None:
     for number, item in enumerate(found):
         assert item["x"].device.type == device
         assert item["x"].tolist() == [number] * 4
+
+
+@pytest.mark.parametrize("place", ["memory", "pinned memory", "device", "array"])
+def test_an_iterable_may_reuse_its_buffer(place: str, device: str) -> None:
+    if place == "pinned memory" and device == "cpu":
+        pytest.skip("nothing is pinned for a CPU")
+    made: list[int] = []
+
+    def source() -> Iterator[dict[str, Any]]:
+        buffer = torch.empty(1 << 16, pin_memory=place == "pinned memory")
+        buffer = buffer.to(device if place == "device" else "cpu")
+        for number in range(6):
+            made.append(number)
+            buffer.fill_(number)
+            held = buffer.numpy() if place == "array" else buffer
+            yield {"x": held, "same": held}
+
+    with storm.Feeder(source(), device=device, ahead=2) as feeder:
+        for number, item in enumerate(feeder):
+            wait_until(lambda least=number: len(made) >= min(6, least + 4), SECONDS)
+            assert item["x"].tolist() == [number] * (1 << 16)
+            assert item["same"] is item["x"]
 
 
 def test_it_is_ahead_by_so_many_items(device: str) -> None:

@@ -1,7 +1,8 @@
-"""A step that seeds generators or sets their states is refused; what only looks at them is not."""
+"""A step that seeds generators or uses their states is refused; what only looks at them is not."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 
@@ -123,6 +124,43 @@ def test_a_step_that_sets_back_what_it_found_is_none_of_these(
         found.append([call(seeded("cpu", 4, 4, seed=n)).detach() for n in range(3)])
         found[-1].append(torch.get_rng_state())
     assert_identical(found[1], found[0])
+
+
+def test_a_seed_that_a_step_reads_takes_effect(wrap: Wrap) -> None:
+    def step(x: Tensor) -> tuple[Tensor, int]:
+        return functional.dropout(x), torch.initial_seed()
+
+    call = wrap(step)
+    for seed in (3, 4, 3):
+        torch.manual_seed(seed)
+        found = [call(torch.ones(4)) for _ in range(2)]
+        torch.manual_seed(seed)
+        for one, other in zip(found, [step(torch.ones(4)) for _ in range(2)], strict=True):
+            assert_identical([one[0]], [other[0]])
+            assert one[1] == other[1] == seed
+
+
+READS: dict[str, Callable[[torch.Generator], object]] = {
+    "its seed": lambda own: own.initial_seed(),
+    "its state": lambda own: own.get_state(),
+    "a copy": copy.deepcopy,
+    "PyTorch's seed, past its function": lambda _: torch.default_generator.initial_seed(),
+    "PyTorch's state": lambda _: torch.get_rng_state(),
+    "a sum of PyTorch's state": lambda _: torch.get_rng_state().sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_step_that_uses_the_state_of_a_generator_is_refused(name: str, wrap: Wrap) -> None:
+    own = torch.Generator().manual_seed(3)
+    before = torch.get_rng_state(), own.get_state()
+
+    def step(x: Tensor) -> object:
+        return x + torch.rand(4, generator=own), READS[name](own)
+
+    with pytest.raises(UsageError, match=r"reads the seed or state .*test_generators.py"):
+        wrap(step)(torch.ones(4))
+    assert_identical((torch.get_rng_state(), own.get_state()), before)
 
 
 def test_other_threads_draw_and_seed_as_ever(wrap: Wrap) -> None:

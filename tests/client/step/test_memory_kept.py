@@ -34,8 +34,8 @@ PAGES = 80 * 100 // 4
 """Of four KiB, that the program's blocks take."""
 
 
-PROCESSES = 12
-"""In two of five importing has freed a block so large that glibc keeps all of this anyway."""
+PROCESSES = 40
+"""In most of them importing has freed a block so large that glibc keeps all of this anyway."""
 
 
 @pytest.mark.slow

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.errors import UsageError
 from storm_client.step.compiled import CompiledStep
-from storm_client.step.side_effects import Objects
 from support.training import assert_identical
 from torch import Tensor, nn
 
@@ -111,13 +111,140 @@ def test_a_receiver_is_not_called_by_a_capture(wrap: Wrap) -> None:
         wrap(receive)(torch.ones(()))
 
 
-def test_what_refers_to_itself_is_looked_at_once() -> None:
-    held: dict[str, object] = {"a": 1.5}
+def test_what_refers_to_itself_is_looked_at_once(wrap: Wrap) -> None:
+    held: dict[str, Any] = {"a": 1.5}
     held["held"] = [held]
 
-    def step() -> object:
-        return held
+    def step(x: Tensor, is_left: bool) -> Tensor:
+        if is_left:
+            held["held"].append({"x": x * 2})
+        return x * held["held"][0]["a"]
 
-    objects = Objects(step, ())
-    assert objects.first(lambda value: value is held) == "held"
-    assert objects.first(lambda value: value == 2) is None
+    call, x = wrap(step), torch.ones(4)
+    assert_identical([call(x, False)], [step(x, False)])
+    with pytest.raises(UsageError, match=r"leaves what it computes in \"held\['held'\]\[1\]\""):
+        call(x, True)
+    assert held["held"] == [held]
+
+
+class Slotted:
+    """An object without a table."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
+class Pair:
+    """An object that is made anew, and put somewhere."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Everywhere(nn.Module):
+    """All kinds of places in which code may leave something."""
+
+    shared: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.meter, self.slotted = Meter(), Slotted()
+        self.table: dict[str, list[Any]] = defaultdict(list)
+        self.ordered: dict[str, Any] = OrderedDict(a=1, b=2)
+        self.queue, self.members = deque([1]), {1}
+
+    def has(self) -> list[object]:
+        own = {key: one for key, one in vars(self).items() if key not in ("meter", "slotted")}
+        cells = [one.cell_contents for one in noting.__closure__ or ()]
+        return [
+            {key: repr(one) for key, one in own.items()},
+            {**vars(self.meter)},
+            self.slotted.value,
+            {key: one for key, one in vars(type(self)).items() if "abc" not in key},
+            list(self.shared),
+            vars(self.weight).keys(),
+            vars(noting).keys(),
+            cells,
+            "LATEST" in globals(),
+        ]
+
+
+def noting_in(latest: object) -> Callable[[object], None]:
+    def note(value: object) -> None:
+        nonlocal latest
+        latest = value
+
+    return note
+
+
+noting = noting_in(None)
+
+
+PLACES: dict[str, Callable[[Everywhere, Tensor], object]] = {
+    "defaultdict": lambda one, loss: one.table["losses"].append(loss),
+    "OrderedDict": lambda one, loss: one.ordered.update(a=loss),
+    "deque": lambda one, loss: one.queue.append(loss),
+    "set": lambda one, loss: one.members.add(loss),
+    "slots": lambda one, loss: setattr(one.slotted, "value", loss),
+    "number in slots": lambda one, loss: setattr(one.slotted, "value", loss.item()),
+    "a module": lambda one, loss: setattr(one, "latest", loss),
+    "a module's object": lambda one, loss: one.meter.update(loss),
+    "a class": lambda one, loss: setattr(type(one), "latest", loss),
+    "a class's list": lambda one, loss: one.shared.append(loss),
+    "a tensor": lambda one, loss: setattr(one.weight, "latest", loss),
+    "a function": lambda _, loss: setattr(noting, "latest", loss),
+    "new objects": lambda one, loss: one.queue.append(Pair([Pair({"x": loss})])),
+    "parameters": lambda one, loss: one.register_parameter("other", one.weight),
+    "submodules": lambda one, loss: one.add_module("other", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_step_that_is_refused_leaves_nothing_anywhere(name: str, fails: bool, wrap: Wrap) -> None:
+    one = Everywhere()
+    places = {"deep": [one, one.weight, one.slotted, Everywhere, noting]}
+    before = one.has()
+
+    def step(x: Tensor) -> Tensor:
+        found = places["deep"][0]
+        loss = (found.weight * x).sum()
+        loss.backward()
+        PLACES[name](found, loss.detach())
+        if fails:
+            raise ZeroDivisionError
+        return loss
+
+    with pytest.raises(ZeroDivisionError if fails else UsageError):
+        wrap(step)(torch.ones(4))
+    assert one.has() == before
+    assert one.weight.grad is None
+
+
+def test_variables_that_got_something_of_a_capture_s_are_put_back(wrap: Wrap) -> None:
+    latest, losses = None, defaultdict(list)
+
+    def step(x: Tensor, place: str) -> Tensor:
+        nonlocal latest
+        global LATEST  # noqa: PLW0603
+        loss = x.sum()
+        if place == "a cell":
+            latest = loss
+        elif place == "a global":
+            LATEST = loss
+        elif place == "an argument":
+            x.latest = loss
+        else:
+            losses["x"].append(loss)
+        return loss
+
+    x = torch.ones(4)
+    for place in ("a cell", "a global", "an argument", "a table"):
+        with pytest.raises(UsageError, match=r"changes its variable|leaves what it computes"):
+            wrap(step)(x, place)
+        assert not hasattr(x, "latest")
+        assert (latest, losses) == (None, {})
+        assert "LATEST" not in globals()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import storm_client as storm
 import torch
 from storm_client.compile import partition
 from storm_client.errors import UsageError
@@ -256,9 +257,17 @@ class TakingFromBatches(nn.Module):
 
 class OfClass(nn.Module):
     shared = np.random.default_rng(0)
+    others = np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.shared.random()
+
+    def loss(self, x: Tensor) -> Tensor:
+        return x * self.others.random()
+
+    @property
+    def batch(self) -> Tensor:
+        return next(BATCHES)
 
 
 class Drawing(nn.Module):
@@ -283,6 +292,7 @@ BITS, SPAWNING = np.random.PCG64(0), np.random.default_rng(0)
 HOLDING = Taking(lambda _: 1.0, np.random.default_rng(0))
 PARENT = nn.Sequential(Taking(lambda _: 1.0, {"rng": np.random.default_rng(0)}))
 NETS = {"a": Taking(lambda _: 1.0, np.random.default_rng(0))}
+CLASSES = {"a": [OfClass()]}
 UNCALLED = Taking(lambda _: 1.0, [iter([1.0])])
 IN_CONTAINERS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "dict": (lambda x: x * float(TABLE["rng"].random()), r"from \"TABLE\['rng'\]\""),
@@ -322,6 +332,14 @@ IN_CONTAINERS: dict[str, tuple[Callable[[Tensor], object], str]] = {
         r"module Taking has an iterator as its attribute 'held\[0\]'",
     ),
     "a module, of its class": (OfClass(), "from 'OfClass.shared'"),
+    "a module, by another method": (
+        lambda x: CLASSES["a"][0].loss(x) * 2,
+        "from 'OfClass.others'",
+    ),
+    "a module, by a property": (
+        lambda x: x * CLASSES["a"][0].batch,
+        "iterator as its variable 'BATCHES'",
+    ),
 }
 TAKEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "an iterator": (lambda x: x * next(BATCHES), "iterator as its variable 'BATCHES'"),
@@ -391,6 +409,31 @@ def test_draws_of_other_threads_and_of_iterators_made_inside_are_no_concern(wrap
 
     x = seeded("cpu", 2, 4)
     assert_identical([wrap(step)(x)], [step(x)])
+
+
+def test_draws_of_a_feeder_are_no_concern(wrap: Wrap) -> None:
+    """Of an iterable that augments with NumPy, and has its next item made beside each step."""
+    net, known, begun = nn.Linear(4, 4), np.random.default_rng(0), threading.Event()
+
+    def batches() -> Iterator[Tensor]:
+        for number in range(6):
+            begun.set()
+            np.random.rand(4)
+            known.random(4)
+            yield seeded("cpu", 2, 4, seed=number)
+
+    def step(x: Tensor, is_drawing: bool = False) -> Tensor:
+        return net(x) * (np.random.rand() if is_drawing else 1) * len([known])
+
+    with storm.Feeder(batches(), ahead=1) as feeder:
+        for number, x in enumerate(feeder):
+            begun.clear()
+            if number % 2:
+                with pytest.raises(UsageError, match=r"from 'numpy.random'"):
+                    wrap(step)(x, True)
+            else:
+                assert_identical([wrap(step)(x)], [step(x)])
+            assert begun.wait(60) or number > 2
 
 
 # --- hooks that are put on later -----------------------------------------------------------------
@@ -573,6 +616,9 @@ class Module(nn.Module):
         self.seen: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.made(x)
+
+    def made(self, x: Tensor) -> Tensor:
         self.longest = max(self.longest, x.shape[0])
         for number in self.order:
             x = self.act(self.layers[number](x)) * self.weights[0] + self.shift
@@ -590,13 +636,24 @@ CHANGES_OF_MODULES: dict[str, Callable[[Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("is_called", [True, False])
-def test_what_changes_in_a_module_takes_effect(is_called: bool, wrap: Wrap) -> None:
+WAYS: dict[str, Callable[[Holder, Tensor], Tensor]] = {
+    "a call": lambda holder, x: holder.held["net"](x),
+    "its forward": lambda holder, x: holder.held["net"].forward(x),
+    "another method": lambda holder, x: holder.held["net"].made(x),
+    "a method of its class": lambda holder, x: Module.made(holder.held["net"], x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_changes_in_a_module_takes_effect(way: str, wrap: Wrap) -> None:
+    """However the step reaches the module, and whatever it does with it."""
+
     def step_of(net: Module) -> Callable[[Tensor], Tensor]:
+        holder = Holder({"net": net})
+
         def step(x: Tensor) -> Tensor:
-            loss = (net(x) if is_called else net.forward(x)).square().sum()
+            loss = WAYS[way](holder, x).square().sum()
             loss.backward()
-            net.zero_grad()
             return loss
 
         return step
@@ -605,17 +662,52 @@ def test_what_changes_in_a_module_takes_effect(is_called: bool, wrap: Wrap) -> N
         x = seeded("cpu", rows, 4, seed=rows)
         found = [call(x), other.mean, torch.tensor(other.longest)]
         assert_identical(found, [step(x), plain.mean, torch.tensor(plain.longest)])
+        gradients = [[one.grad for one in net.parameters()] for net in (other, plain)]
+        assert_identical(*gradients)
 
     plain, other = Module(), Module()
     step, call = step_of(plain), wrap(step_of(other))
     for rows in (3, 3, 2, 3, 5):
         assert_alike(rows, "nothing")
-    for name in CHANGES_OF_MODULES if is_called else ("a function", "a tuple"):
+    for name, change in CHANGES_OF_MODULES.items():
         for net in (plain, other):
             torch.manual_seed(9)
-            CHANGES_OF_MODULES[name](net)
+            change(net)
         for _ in range(2):
             assert_alike(5, name)
+
+
+def test_an_attribute_that_a_step_only_reads_takes_effect(wrap: Wrap) -> None:
+    """Of a module and of an optimizer, which a function that the step calls finds in an object."""
+    net, trainer = Module(), Trainer()
+    holder = Holder([[net, trainer.optimizer]])
+
+    def factor() -> Any:
+        found, optimizer = holder.held[0]
+        return found.longest * optimizer.param_groups[0]["lr"]
+
+    call, x = wrap(lambda x: x * factor()), torch.ones(4)
+    for number in range(4):
+        net.longest = 1 + number // 2
+        trainer.optimizer.param_groups[0]["lr"] = 0.1 * number
+        assert_identical([call(x)], [x * factor()])
+
+
+def test_modules_that_a_step_makes_are_its_own(wrap: Wrap) -> None:
+    target = torch.ones(2, 4)
+    made = nn.MSELoss()
+
+    def step(x: Tensor) -> Tensor:
+        loss, copied = nn.MSELoss(), copy.deepcopy(made)
+        loss.calls = copied.calls = 1
+        loss.calls += 1
+        return loss(x, target) * loss.calls + copied(x, target)
+
+    call = wrap(step)
+    for number in range(3):
+        x = seeded("cpu", 2, 4, seed=number)
+        assert_identical([call(x)], [step(x)])
+    assert len(call.captures()) == 1
 
 
 @pytest.mark.parametrize("is_put_back", [False, True])

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import storm_client as storm
 import torch
+from storm_client.transport import restore as restore_module
 from storm_client.transport import timeouts as patience_module
 from storm_client.transport.session import Session
 from support.chains import chain, gradient, leaf
@@ -176,11 +177,36 @@ def test_a_daemon_that_does_not_deliver_is_an_error(
     offload.stats()
     session = client._supply.sessions.of(torch.device("cpu"))
     with restores_unheard(session, monkeypatch):
-        with pytest.raises(storm.ActivationLost, match="did not restore entry"):
+        with pytest.raises(
+            storm.ActivationLost,
+            match=r"did not restore entry \d+, and answered nothing for 60 s: restart it .*repeat",
+        ):
             loss.backward(retain_graph=True)
         assert session.transfers.writes_to_memory()
     loss.backward()
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("is_handed_out", [False, True])
+def test_a_daemon_that_answers_others_alone_is_an_error_that_says_so(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch, is_handed_out: bool
+) -> None:
+    _x, loss = handed_out(client, way)
+    if not is_handed_out:
+        monkeypatch.setattr(way, "waits_on_device", False)
+    session = client._supply.sessions.of(torch.device("cpu"))
+    for module in (patience_module, restore_module):
+        monkeypatch.setattr(module, "LONGEST_SECONDS", 0.1)
+    with (
+        restores_unheard(session, monkeypatch),
+        pytest.raises(
+            storm.ActivationLost,
+            match=r"and answered only other requests for 0\.1 s: restart it .*repeat the step",
+        ),
+    ):
+        loss.backward()
+    assert bool(way.handed_out) == is_handed_out
+    del loss
 
 
 def handed_out(client: storm.Client, way: FakeInPlace, **options: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from support.spilling import skip_without_disk
 
 from stormd.errors import SpillUnavailable
 from stormd.memory.extents import PAGE
-from stormd.spill.file import SpillFile
+from stormd.spill import file as module
+from stormd.spill.file import SpillFile, check_directory
 
 MIB = 1 << 20
 
@@ -58,6 +59,32 @@ def test_a_file_system_without_direct_transfers_is_named(
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(SpillUnavailable, match=r"without O_DIRECT.*choose a directory on a local"):
         SpillFile(disk, MIB)
+    assert not list(disk.iterdir())
+
+
+def test_a_directory_in_memory_is_refused() -> None:
+    """Though Linux has O_DIRECT there since 6.6."""
+    with pytest.raises(SpillUnavailable, match=r"/dev/shm is on .* in memory, tmpfs: choose a"):
+        SpillFile(Path("/dev/shm"), MIB)
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [("ramfs", False), ("ext4", True)])
+def test_the_type_is_that_of_the_directorys_own_file_system(
+    disk: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
+    kind: str, is_taken: bool,
+) -> None:  # fmt: skip
+    device = disk.stat().st_dev
+    mounts = tmp_path_factory.mktemp("proc") / "mountinfo"
+    mounts.write_bytes(
+        b"23 27 0:0 / /a\\040\xff\x85 rw shared:7 master:2 - tmpfs none rw\n"
+        + f"24 27 {os.major(device)}:{os.minor(device)} / /b rw - {kind} /dev/x rw\n".encode()
+    )
+    monkeypatch.setattr(module, "_MOUNTS", mounts)
+    if is_taken:
+        check_directory(disk)
+    else:
+        with pytest.raises(SpillUnavailable, match=f"in memory, {kind}"):
+            check_directory(disk)
     assert not list(disk.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from support.spilling import ENCRYPT, skip_without_disk
 
 from stormd.config import Config
 from stormd.errors import ConfigError
+from stormd.ledger.chunks import blob_bound
+from stormd.memory.extents import disk_bytes
 from stormd.memory.host_pool import HostPool
-from stormd.spill.opening import OpenTier, open_tier
+from stormd.sizes import parse_size
+from stormd.spill.opening import OpenTier, check_tier, open_tier
 
 MIB = 1 << 20
 
@@ -45,6 +49,32 @@ def test_it_is_as_large_as_asked_for_and_keeps_room_to_read(tmp_path: Path) -> N
 def test_a_pool_must_hold_a_few_of_the_largest_parts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool_bytes is 64\.0 MiB.*part_bytes_cuda=96\.0 MiB"):
         _open(_config(tmp_path), "cpu", "cuda")
+
+
+def _least(config: Config) -> int:
+    """Return the least value that the refusal of a config names."""
+    with pytest.raises(ConfigError, match=r"set \w+ to at least") as caught:
+        check_tier(config, ["cpu"])
+    found = re.search(r"to at least (\w+),", str(caught.value))
+    assert found, caught.value
+    return parse_size(found[1])
+
+
+def test_the_least_pool_that_is_named_is_enough(tmp_path: Path) -> None:
+    """Four blobs of the largest size are a little more than four of the largest parts."""
+    least = _least(_config(tmp_path, pool_bytes=32 * MIB))
+    assert _least(_config(tmp_path, pool_bytes=least - 1)) == least
+    assert _open(_config(tmp_path, pool_bytes=least)).tier.close(30.0)
+
+
+def test_the_least_file_that_is_named_holds_one_of_the_largest_blobs(tmp_path: Path) -> None:
+    least = _least(_config(tmp_path, spill_bytes=1))
+    assert _least(_config(tmp_path, spill_bytes=least - 1)) == least
+    config = _config(tmp_path, spill_bytes=least)
+    check_tier(config, ["cpu"])
+    made = _open(config)
+    assert made.disk.space.capacity >= disk_bytes(blob_bound(config.part_bytes_cpu))
+    assert made.tier.close(30.0)
 
 
 def test_shares_must_fit_beside_what_is_kept(tmp_path: Path) -> None:
