@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from storm_client.errors import UsageError
@@ -35,6 +36,8 @@ class Receiver(AbstractContextManager["Receiver"]):
             for step, (x, y) in enumerate(data):
                 ...
                 receive(step, loss)
+
+    The thread, and the callback with it, stays until `close` or the end of the `with` block.
 
     An exception of the callback is raised at the next call, or at `close`; the callback is not
     called again after it. The callback may send to its own Receiver while the queue has space, but
@@ -67,7 +70,8 @@ class Receiver(AbstractContextManager["Receiver"]):
 
         Raises:
             UsageError: the Receiver is closed, the callback would wait for itself by sending, a
-                step sends while it is captured, or the process was forked since.
+                step sends while it is captured, a tensor is one of a transform of torch.func, or
+                the process was forked since.
             Exception: whatever the callback has raised since the last call.
         """
         if CAPTURING.loop is not None:
@@ -168,6 +172,11 @@ def _taken(values: Any) -> tuple[Any, list[torch.Event]]:
     devices: set[torch.device] = set()
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
+        if is_functorch_wrapped_tensor(tensor):
+            raise UsageError(
+                "a Receiver was sent a tensor within torch.func's grad or vmap, which is only a "
+                "part of a computation there; return it, and send it outside"
+            )
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             return tensor.clone()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -162,3 +164,15 @@ def test_a_process_that_was_forked_does_not_wait_for_room() -> None:
     with storm.Receiver(float, waiting=1) as receive:
         receive(1)
         assert status_of_child(send) == 0
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_what_a_transform_computes_with_is_refused(transform: Callable[..., Any]) -> None:
+    with storm.Receiver(float) as receive:
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            receive(x)
+            return x.sum()
+
+        with pytest.raises(UsageError, match=r"within torch.func"):
+            transform(function)(torch.ones(3))
