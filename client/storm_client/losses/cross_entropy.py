@@ -50,6 +50,8 @@ FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS: Final = ("mean", "sum", "none")
 _PLAIN: Final = (Tensor, torch.nn.Parameter, Deferred)
 _PROOF_ROWS: Final = 4096
+_READ_IN_PLACE: Final = (2, 4)
+"""Dimensions of logits for which PyTorch's backward pass reads the targets wherever they are."""
 
 _hooks_are_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
@@ -148,6 +150,8 @@ def in_tiles(
         return None
     classes = logits.shape[1]
     check_targets(target, classes, options.ignore_index)
+    if logits.dim() not in _READ_IN_PLACE:
+        target = target.contiguous()
     rows = Targets.of(target, classes, options.ignore_index)
     smoothing = options.label_smoothing > 0
     cast = logits.dtype if dtype is None else dtype

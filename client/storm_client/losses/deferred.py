@@ -100,6 +100,8 @@ class Root(ABC):
 
     def __init__(self) -> None:
         self.watch = Watch()
+        self.is_with_loss = False
+        """Whether a loss has taken the half-precision values."""
         self._tracked: list[tuple[Tensor, int]] = []
         """Tensors that readers were given, and their versions at that time."""
 
@@ -159,6 +161,8 @@ class Deferred(Tensor):
     """A tensor of its shape and strides on the meta device."""
     _materialized: Tensor | None
     """The tensor itself, once it was read; it follows this one in the graph."""
+    _node: Any
+    """This tensor's node in the graph when it was read."""
 
     @classmethod
     def of(
@@ -169,23 +173,26 @@ class Deferred(Tensor):
         made: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=torch.float32, device=device
         )
-        made.root, made._path, made._materialized = root, path, None
+        made.root, made._path, made._materialized, made._node = root, path, None, None
         made._like = torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
         return made
 
     def half_precision(self) -> Tensor | None:
         """Return its values in half precision; None if the tensor itself has been read."""
-        return (
-            _moved(self.root.half_precision(), self._path) if self.root.has_half_precision else None
-        )
+        if not self.root.has_half_precision:
+            return None
+        self.root.is_with_loss = True
+        return _moved(self.root.half_precision(), self._path)
 
     def materialize(self) -> Tensor:
         """Return the tensor itself; its gradient flows through this one.
 
         Raises:
-            RuntimeError: another tensor of the root was modified in place.
+            RuntimeError: another tensor of the root was modified in place, or this one by a custom
+                function.
         """
         if self._materialized is None:
+            self._node = self._present_node()
             # In inference mode, too, it becomes a tensor that later readers may differentiate.
             with torch.inference_mode(False):
                 with torch.no_grad():
@@ -194,8 +201,31 @@ class Deferred(Tensor):
                     apply: Any = _Materialize.apply
                     self._materialized = apply(self, values)
             self.root.track(self._materialized)
+        if self._is_changed():
+            raise RuntimeError(f"float() of logits was changed by a custom function; {ADVICE}")
         self.root.check(only_reader=True)
         return self._materialized
+
+    def shown(self) -> Tensor:
+        """Return what its shape, gradient and moves are asked of: once it was read, the tensor.
+
+        Raises:
+            RuntimeError: that was changed in place after a loss had taken these values.
+        """
+        if self._materialized is None or self._is_changed():
+            return self
+        if self.root.is_with_loss:
+            self.root.check(only_reader=False)
+            return self
+        return self.materialize()
+
+    def _is_changed(self) -> bool:
+        """Return whether a custom function, by its own word, has changed this tensor since then."""
+        return self._present_node() is not self._node
+
+    def _present_node(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn
 
     @classmethod
     def __torch_function__(
@@ -210,6 +240,7 @@ class Deferred(Tensor):
         elif func not in _METADATA_ONLY:
             args, kwargs = tree_map_only(Deferred, Deferred.materialize, (args, kwargs))
             return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Deferred, Deferred.shown, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -178,7 +178,7 @@ class _LogProbabilities(torch.autograd.Function):
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
         if ctx.deferred is None:  # a gradient with a graph keeps all its tensors
             has_graph = torch.is_grad_enabled()
-            found = gradient.with_graph(ctx.passes) if has_graph else gradient.half_precision()
+            found = gradient.with_graph(ctx) if has_graph else gradient.half_precision()
         elif torch.is_grad_enabled() or ctx.deferred.watch.is_on:
             with torch.no_grad():
                 full = gradient.full_precision()
@@ -246,11 +246,17 @@ class _Gradient(Root):
         """Whether nothing has read the unrounded gradient."""
         return self._full_precision is None
 
-    def with_graph(self, passes: _Passes) -> Tensor:
-        """Return the gradient with a graph of its own, in the logits' type."""
+    def with_graph(self, ctx: Any) -> Tensor:
+        """Return the gradient with a graph of its own, in the logits' type.
+
+        Its own gradient reaches the logits when PyTorch's would, behind all that was computed from
+        them after the loss: what is added there is added in the same order.
+        """
         logits = self._logits.view_as(self._logits)
-        if logits.requires_grad:
-            logits.register_hook(passes.note)  # type: ignore[no-untyped-call]
+        node: Any = logits.grad_fn
+        if node is not None:
+            node._set_sequence_nr(ctx._sequence_nr())
+            logits.register_hook(ctx.passes.note)  # type: ignore[no-untyped-call]
         return _softmax_gradient(logits, self._spread, self._tiles).to(logits.dtype)
 
     def half_precision(self) -> Tensor:

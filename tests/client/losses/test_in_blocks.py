@@ -293,6 +293,36 @@ def test_a_second_derivative_has_pytorchs_bits_or_raises(
         assert same(ours, theirs)
 
 
+def test_a_second_derivative_is_added_in_pytorchs_order(offload: storm.Offload) -> None:
+    """To what others of the same logits' readers have computed."""
+
+    def penalized(block: AbstractContextManager[Any]) -> tuple[Tensor, ...]:
+        x, target = make()
+        with block:
+            logits = x * 2
+            loss, other = (F.cross_entropy(logits, one) for one in (target, target.roll(1)))
+            penalty = logits.logsumexp(-1).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(other + penalty + gradient.square().sum() * 1e3, x)
+
+    for ours, theirs in zip(penalized(offload), penalized(nullcontext()), strict=True):
+        assert same(ours, theirs)
+
+
+def test_targets_that_pytorch_copies_may_change(offload: storm.Offload) -> None:
+    def gradient(block: AbstractContextManager[Any]) -> Tensor:
+        x, target = make(rows=120)
+        targets = target.view(10, 12)
+        with block:
+            logits = (x * 2).view(10, 12, CLASSES).transpose(1, 2)[:, :, 1:]
+            loss = F.cross_entropy(logits, targets[:, 1:])
+        targets.copy_(targets.roll(3))
+        return torch.autograd.grad(loss, x)[0]
+
+    for _ in range(2):
+        assert same(gradient(offload), gradient(nullcontext()))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

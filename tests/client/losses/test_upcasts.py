@@ -355,6 +355,105 @@ def test_compiled_code_that_reads_a_deferred_copy_is_refused(
     assert noted == [Deferred]
 
 
+def clamped(logits: Tensor) -> Any:
+    return logits.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+
+
+READERS_OF_GRADIENTS: dict[str, Callable[[Tensor], Any]] = {
+    "a hook": clamped,
+    "a hook of the node": lambda logits: logits.grad_fn.register_prehook(
+        lambda gradients: (gradients[0] * 2,)
+    ),
+}
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "none": lambda logits: logits.amax(),
+    "a quotient": lambda logits: logits.div_(3.0),
+    "a mask": lambda logits: logits.__setitem__((slice(None), slice(5, 9)), 4.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("reader", READERS_OF_GRADIENTS)
+def test_who_reads_a_gradient_gets_that_of_the_written_copy(
+    reader: str, write: str, offload: storm.Offload
+) -> None:
+    writes = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        if writes:
+            WRITES[write](logits)
+            READERS_OF_GRADIENTS[reader](logits)
+        return F.cross_entropy(logits, target)
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    writes = True
+    expected, found = run(step, nullcontext(), x, target), run(step, offload, x, target)
+    assert found[2] == [Deferred]
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+
+
+def test_several_readers_add_their_gradients_in_pytorchs_order(offload: storm.Offload) -> None:
+    """Also where a view is made of a copy that was read before."""
+    reads = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).view(4, 50, CLASSES).float()
+        noted.append(type(logits))
+        first = logits.logsumexp(-1).square().mean() if reads else 0.0
+        loss = F.cross_entropy(logits.view(-1, CLASSES), target) + first
+        return loss + logits.softmax(-1).square().sum() if reads else loss
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    reads = True
+    expected, found = run(step, nullcontext(), x, target), run(step, offload, x, target)
+    assert found[2] == [Deferred]
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_a_custom_function_that_writes_to_a_deferred_copy_is_an_error(
+    offload: storm.Offload,
+) -> None:
+    writes = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        return F.cross_entropy(Doubled.apply(logits) if writes else logits, target)
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    writes = True
+    with pytest.raises((RuntimeError, SystemError)) as error:
+        run(step, offload, x, target)
+    # While a step is learned it is raised within PyTorch's C++, which makes another one of it.
+    assert "changed by a custom function" in str(error.value.__cause__ or error.value)
+    expected = run(step, nullcontext(), x, target)
+    found = run(step, offload, x, target)
+    assert found[2] == [Tensor]
+    assert same(found[1], expected[1])
+
+
 def test_no_term_of_a_second_derivative_is_missing(offload: storm.Offload) -> None:
     """The gradient of a matrix holds its input, too, which comes from the same tensor."""
     x, target = make(torch.bfloat16)
