@@ -7,10 +7,8 @@ state as it was.
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,6 +25,7 @@ from storm_client.planner.plan import Plan
 from storm_client.step.capture import capture
 from storm_client.step.captured import Captured, Result
 from storm_client.step.explain import Explanation, explained
+from storm_client.step.interrupts import uninterrupted
 from storm_client.step.loops import CAPTURING
 from storm_client.step.program import GENERATORS, Program, program_of
 from storm_client.step.side_effects import Objects
@@ -154,7 +153,7 @@ class CompiledStep:
         values.update(program.ordered.constants)
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             program.work(values, self._target)
-            with _uninterrupted():
+            with uninterrupted():
                 _finish(program, values)
         captured = program.captured
         leaves = [
@@ -254,24 +253,3 @@ def _put(result: Result, value: Any, captured: Captured, values: dict[fx.Node, A
     else:
         module, name = path
         module.__dict__[name] = value
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block.
-
-    Python runs signal handlers only in the main thread, so in other threads there is nothing to
-    delay.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    noted: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if noted:
-            before(*noted[0])

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from storm_client.devices import usable
 from storm_client.errors import UsageError
-from storm_client.step.turns import iterating
+from storm_client.step.turns import iterating, waiting
 
 __all__ = ["Feeder"]
 
@@ -119,11 +119,12 @@ class Feeder(AbstractContextManager["Feeder"]):
     # --- the consumer's side ----------------------------------------------------------------
 
     def _next(self) -> _Item:
-        while not self._closed.is_set():
-            try:
-                return self._queue.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                self._check_thread()
+        with waiting():
+            while not self._closed.is_set():
+                try:
+                    return self._queue.get(timeout=POLL_SECONDS)
+                except queue.Empty:
+                    self._check_thread()
         return _Item(is_end=True)
 
     def _check_thread(self) -> None:

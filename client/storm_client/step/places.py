@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -72,9 +73,9 @@ class Places:
     def _left_in(self, held: Any, before: dict[Any, Any]) -> list[Any]:
         known = set(map(id, before.values()))
         now = held_by(held) or {}
-        return [key for key, one in now.items() if id(one) not in known and self._is_left(one)]
+        return [key for key, one in now.items() if id(one) not in known and self.is_left(one)]
 
-    def _is_left(self, value: object) -> bool:
+    def is_left(self, value: object) -> bool:
         """Return whether a value is of a capture, or leads to one by what was not noted."""
         waiting, seen = [value], dict[int, object]()
         while waiting and len(seen) < MOST:
@@ -98,13 +99,15 @@ def held_by(value: Any) -> dict[Any, Any] | None:
         return dict(dict.items(value))
     if isinstance(value, (*_SEQUENCES, *_SETS)):
         return dict(enumerate(value))
+    if isinstance(value, np.ndarray):
+        return dict(enumerate(value.flat)) if value.dtype == object else None
     if isinstance(value, nn.Module):
         return own_attributes(value) | value._modules
     is_internal = is_pytorchs(value) and not isinstance(value, _LOOKED_INTO)
     return None if is_internal else _attributes(value)
 
 
-_NOT_LOOKED_INTO = (Optimizer, BuiltinFunctionType)
+_NOT_LOOKED_INTO = (Optimizer, BuiltinFunctionType, torch.jit.ScriptModule)
 _LOOKED_INTO = (LRScheduler, torch.Tensor, FunctionType, CellType)
 """Types of PyTorch's and Python's that are."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from storm_client.errors import UsageError
+from storm_client.step.interrupts import uninterrupted
 from storm_client.step.places import Places
 from storm_client.step.variables import ARGUMENT, compared_variables, functions_of, variables
 
@@ -41,5 +42,6 @@ class Objects:
         self._places.check()
 
     def put_back(self) -> None:
-        """Take out what the capture has left."""
-        self._places.put_back()
+        """Take out what the capture has left; Ctrl-C waits for that."""
+        with uninterrupted():
+            self._places.put_back()

@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from storm_client.errors import UsageError
 from storm_client.step.captured import VARYING_SETTINGS, Captured, Result, Setting, is_varying
+from storm_client.step.interrupts import uninterrupted
 from storm_client.step.places import Places, held_by, put_back
+from storm_client.step.recording import is_of_a_capture
 from storm_client.step.scalars import number_of
 from storm_client.step.variables import NO_STATE, attributes, is_value, of_optimizer
 
@@ -112,10 +114,11 @@ class Tables:
         """
         if id(module) in self._seen:
             return
-        if isinstance(module, torch.jit.ScriptModule):
+        scripted = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]
+        if scripted:
             raise UsageError(
-                f"the step uses a module of TorchScript's ({type(module).__name__}), whose tables "
-                "cannot be put back; use the module that it was made of"
+                f"the step uses a module of TorchScript's ({type(scripted[0]).__name__}), whose "
+                "tables cannot be put back; use the module that it was made of"
             )
         for one in module.modules():
             if id(one) not in self._seen:
@@ -130,8 +133,8 @@ class Tables:
     def record_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer before it makes a step; its settings become symbolic numbers."""
         captured = self.captured
-        if any(known is optimizer for known in captured.optimizers):
-            return
+        if any(known.param_groups is optimizer.param_groups for known in captured.optimizers):
+            return  # the same, or one that wraps it
         captured.optimizers.append(optimizer)
         seen = _SeenOptimizer.of(optimizer)
         self.optimizers.append(seen)
@@ -167,7 +170,11 @@ class Tables:
         return made
 
     def put_back(self) -> None:
-        """Reset everything to its state before the capture."""
+        """Reset everything to its state before the capture; Ctrl-C waits for that."""
+        with uninterrupted():
+            self._put_back()
+
+    def _put_back(self) -> None:
         for optimizer in self.optimizers:
             optimizer.put_back()
         self.places.put_back()
@@ -192,11 +199,11 @@ def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
         returned, is_leaf=lambda one: isinstance(one, torch.Size)
     )
     for leaf in leaves:
-        if any(captured.recording.has(one) for one in _inside(leaf)):
+        if any(captured.recording.has(one) for one in _inside(leaf)) or _is_led_to(leaf):
             raise UsageError(
-                f"the step returns tensors in a {type(leaf).__name__}, in which a run could not "
-                "put its own; return tuples, lists and dicts, or make the class known to "
-                "torch.utils._pytree"
+                f"the step returns tensors in a {type(leaf).__name__}, or numbers of the step, and "
+                "a run could not put its own there; return tuples, lists and dicts, or make the "
+                "class known to torch.utils._pytree"
             )
     captured.returned = [_result(captured, leaf, ()) for leaf in leaves]
     for tensor, before in captured.recording.leaves.values():
@@ -279,6 +286,12 @@ def check_arguments(captured: Captured, given: object) -> None:
             "the step puts a tensor into a list or table that it is given as an argument, which "
             "each run would have to do again; return it"
         )
+
+
+def _is_led_to(leaf: object) -> bool:
+    """Return whether an object that is returned leads to what only the capture has."""
+    is_told = isinstance(leaf, (torch.Tensor, nn.Module)) or is_of_a_capture(leaf)
+    return not is_told and Places().is_left(leaf)
 
 
 def _inside(leaf: object) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -178,7 +179,18 @@ class SlottedOutput:
     losses: list[Tensor]
 
 
-@pytest.mark.parametrize("made", [Output, lambda x: SlottedOutput([x]), lambda x: {x}])
+IN_VAIN: list[Callable[[Tensor], Any]] = [
+    Output,
+    lambda x: SlottedOutput([x]),
+    lambda x: {x},
+    lambda x: Output(x.sum().item()),
+    lambda x: Output({"a": [Output(x)]}),
+    lambda x: Counter(a=x.sum().item()),
+    lambda x: np.array([x.sum().item(), 1.0]),
+]
+
+
+@pytest.mark.parametrize("made", IN_VAIN)
 def test_tensors_in_what_a_run_could_not_fill_are_refused(made: Callable[[Tensor], Any]) -> None:
     with pytest.raises(UsageError, match=r"returns tensors in a .*return tuples, lists and dicts"):
         capture(lambda x: made(x * 2), (torch.ones(2),), {})
@@ -267,3 +279,51 @@ def test_a_generator_of_the_steps_own_advances() -> None:
 
     compiled = drawn(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
     assert_identical(compiled, drawn(lambda step: step))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: it has the groups and the state of another optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_an_optimizer_may_be_wrapped() -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        inner = torch.optim.AdamW(net.parameters(), lr=0.1)
+        optimizer, found = Wrapper(inner), []
+
+        def step(x: Tensor) -> Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            inner.zero_grad()
+            return loss
+
+        call = wrap(step)
+        for number in range(4):
+            found.append(call(seeded("cpu", 2, 4, seed=number)))
+            inner.param_groups[0]["lr"] *= 0.5
+            assert type(inner.param_groups[0]["lr"]) is float
+        return [*found, *net.parameters()]
+
+    assert_identical(run(partial(storm.compile_step, codegen="eager")), run(lambda step: step))
+
+
+def test_a_module_of_torchscript_that_is_only_held_is_no_concern() -> None:
+    net = nn.Linear(4, 4)
+    net.held = [torch.jit.script(nn.Linear(2, 2))]
+    call = storm.compile_step(lambda x: net(x).sum(), codegen="eager")
+    x = seeded("cpu", 2, 4)
+    assert_identical([call(x)], [net(x).sum()])
+    net.inner = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match="module of TorchScript's"):
+        call(x)

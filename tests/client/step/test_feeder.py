@@ -10,6 +10,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.errors import UsageError
+from storm_client.step import turns
 from support.forking import status_of_child
 from support.waiting import wait_until
 
@@ -128,3 +129,25 @@ def test_a_process_that_was_forked_does_not_wait_for_items() -> None:
 
     with feeder:
         assert status_of_child(take) == 0
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_capture_waits_for_no_item_that_waits_for_it(
+    is_nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its own thread, or one that is made of another Feeder's items: that would never end."""
+    monkeypatch.setattr(turns, "WAIT_SECONDS", 1e9)
+    step = storm.compile_step(lambda x: x * 2, codegen="eager")
+
+    def items() -> Iterator[torch.Tensor]:
+        if is_nested:
+            with storm.Feeder([torch.ones(2)] * 8, device="cpu", ahead=1) as inner:
+                numbers = iter(inner)
+                for _ in range(2):
+                    yield sum(next(numbers) for _ in range(4))
+        else:
+            for _ in range(2):
+                yield step(torch.full((2,), 2.0))
+
+    with storm.Feeder(items(), device="cpu", ahead=1) as feeder:
+        assert [step(x).tolist() for x in feeder] == [[8.0, 8.0]] * 2
