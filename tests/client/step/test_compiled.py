@@ -501,7 +501,7 @@ def test_ctrl_c_takes_effect_before_the_update_or_behind_it(
         finish(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(compiled, "_uninterrupted", lambda: signal.raise_signal(signal.SIGINT))
+        patched.setattr(compiled, "uninterrupted", lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             step(x)
         assert_identical(training.everything()[:-2], before)
