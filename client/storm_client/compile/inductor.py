@@ -344,10 +344,6 @@ def _laid_out_as_an_output(value: Any, made: fx.Node) -> Any:
     return ir.ExternKernel.require_exact_strides(value, strides)
 
 
-def _is_number(size: Any) -> bool:
-    return isinstance(size, int) or bool(size.is_number)
-
-
 def _lower_wait(*arguments: Any) -> Any:
     box = _held_elsewhere(_call_wait(*arguments))
     # `runtime.wait` aligns results. Kernels for memory that is not aligned add in another order.

@@ -355,6 +355,18 @@ def test_compiled_code_that_reads_a_deferred_copy_is_refused(
     assert noted == [Deferred]
 
 
+def assert_same_once_deferred(step_that: Callable[[bool], Step], offload: storm.Offload) -> None:
+    """Compare a step that does more than three before it, after which its copy is deferred."""
+    x, target = make()
+    for _ in range(3):
+        run(step_that(False), offload, x, target)
+    expected = run(step_that(True), nullcontext(), x, target)
+    found = run(step_that(True), offload, x, target)
+    assert found[2] == [Deferred]
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+
+
 def clamped(logits: Tensor) -> Any:
     return logits.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
 
@@ -377,45 +389,34 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 def test_who_reads_a_gradient_gets_that_of_the_written_copy(
     reader: str, write: str, offload: storm.Offload
 ) -> None:
-    writes = False
+    def step_that(writes: bool) -> Step:
+        def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+            logits = (x * 2).float()
+            noted.append(type(logits))
+            if writes:
+                WRITES[write](logits)
+                READERS_OF_GRADIENTS[reader](logits)
+            return F.cross_entropy(logits, target)
 
-    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
-        logits = (x * 2).float()
-        noted.append(type(logits))
-        if writes:
-            WRITES[write](logits)
-            READERS_OF_GRADIENTS[reader](logits)
-        return F.cross_entropy(logits, target)
+        return step
 
-    x, target = make()
-    for _ in range(3):
-        run(step, offload, x, target)
-    writes = True
-    expected, found = run(step, nullcontext(), x, target), run(step, offload, x, target)
-    assert found[2] == [Deferred]
-    assert same(found[0], expected[0])
-    assert same(found[1], expected[1])
+    assert_same_once_deferred(step_that, offload)
 
 
 def test_several_readers_add_their_gradients_in_pytorchs_order(offload: storm.Offload) -> None:
     """Also where a view is made of a copy that was read before."""
-    reads = False
 
-    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
-        logits = (x * 2).view(4, 50, CLASSES).float()
-        noted.append(type(logits))
-        first = logits.logsumexp(-1).square().mean() if reads else 0.0
-        loss = F.cross_entropy(logits.view(-1, CLASSES), target) + first
-        return loss + logits.softmax(-1).square().sum() if reads else loss
+    def step_that(reads: bool) -> Step:
+        def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+            logits = (x * 2).view(4, 50, CLASSES).float()
+            noted.append(type(logits))
+            first = logits.logsumexp(-1).square().mean() if reads else 0.0
+            loss = F.cross_entropy(logits.view(-1, CLASSES), target) + first
+            return loss + logits.softmax(-1).square().sum() if reads else loss
 
-    x, target = make()
-    for _ in range(3):
-        run(step, offload, x, target)
-    reads = True
-    expected, found = run(step, nullcontext(), x, target), run(step, offload, x, target)
-    assert found[2] == [Deferred]
-    assert same(found[0], expected[0])
-    assert same(found[1], expected[1])
+        return step
+
+    assert_same_once_deferred(step_that, offload)
 
 
 class Doubled(torch.autograd.Function):
