@@ -1,8 +1,8 @@
 """Lets a test have the GPUs to itself while workers of xdist run others: it measures their memory.
 
 Two file locks do it. Each test of a GPU passes the gate and enters the room. A test that is marked
-`alone` waits in the gate until the room is empty, so those that come later wait for it. Runs that see
-different GPUs do not wait for each other.
+`alone` waits in the gate until the room is empty, so those that come later wait for it. Runs that
+see different GPUs do not wait for each other.
 """
 
 from __future__ import annotations
