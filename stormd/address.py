@@ -19,7 +19,13 @@ from stormd.config import Config
 from stormd.errors import DirectoryUnsafe, error_with_remedy
 from stormd.handover import CONTROL, LIFELINES, Handover
 from stormd.protocol import lifeline_path, parse_address
-from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
+from stormd.runtime_directory import (
+    AddressLock,
+    denied_users,
+    grant,
+    prepare_directory,
+    remove_stale,
+)
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener, OnPiece, OnToken
 from stormd.transport.listener import Listener
@@ -155,9 +161,11 @@ class Address:
 
     def _prepare_directory(self) -> None:
         config = self._config
-        prepare_directory(
-            self._socket.parent, socket_mode=config.socket_mode, group=config.socket_group
-        )
+        directory, mode, group = self._socket.parent, config.socket_mode, config.socket_group
+        prepare_directory(directory, socket_mode=mode, group=group)
+        denied = denied_users(directory, socket_mode=mode, group=group, uids=config.allowed_uids)
+        if denied:
+            log.warning("%s", denied)
 
     def _grant(self, path: Path) -> None:
         grant(path, self._config.socket_mode, self._config.socket_group)

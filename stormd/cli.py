@@ -8,6 +8,7 @@ error, never as a traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from stormd.commands import (
 )
 from stormd.commands.parsing import Parser
 from stormd.commands.programs import BENCH, DEMO, Program
-from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
+from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError, error_with_remedy
 from stormd.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -40,6 +41,9 @@ from stormd.output import (
 from stormd.protocol import ProtocolError
 
 __all__ = ["main", "parser"]
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Why a file takes no more output."""
 
 _COMMANDS: Final[dict[str, ModuleType | Program]] = {
     "run": run,
@@ -73,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _status_of(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return _unread()
+    except OSError as error:
+        return _unwritten(error)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich met it, and ends with status 1
-            return _unread()
+            return _unwritten(end.__context__)
         raise
     return exit_status
 
@@ -99,10 +103,18 @@ def parser() -> Parser:
     return top_level
 
 
-def _unread() -> int:
-    """Return the exit status for a closed output pipe, as in `stormd status | head -1`."""
+def _unwritten(error: OSError) -> int:
+    """Return the exit status for output that nobody reads, as in `stormd status | head -1`, or
+    that a full disk does not take; any other error is raised again.
+    """
+    is_unread = isinstance(error, BrokenPipeError)
+    if not is_unread and (error.errno not in _FULL or error.filename is not None):
+        raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    return 141  # what a shell reports for a command ended by SIGPIPE
+    if is_unread:
+        return 141  # what a shell reports for a command ended by SIGPIPE
+    print_to_stderr(f"the output cannot be written: {error_with_remedy(error, 'write elsewhere')}")
+    return EXIT_FAILED
 
 
 def _status_of(error: StormdError | ProtocolError) -> int:

@@ -358,7 +358,7 @@ def _check_parts(config: Config, lane: str) -> None:
 def _check_workers(config: Config) -> None:
     if config.workers in ("auto", "off"):
         return
-    if not config.workers.isdecimal() or not 2 <= int(config.workers) <= MAX_WORKERS:
+    if config.workers not in map(str, range(2, MAX_WORKERS + 1)):
         raise ConfigError(
             f"workers is {config.workers!r}: write auto, off, or a number from 2 to {MAX_WORKERS}"
         )

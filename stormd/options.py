@@ -54,11 +54,13 @@ class Option:
 
 
 def read_value(option: Option, value: Any, source: str) -> Any:
-    """Convert text, a list of user ids or whole seconds to the field's type; Config checks it."""
+    """Convert text, a list of user ids or a whole number to the field's type; Config checks it."""
     if option.kind == "uids" and isinstance(value, list):
         return tuple(value)
     if option.kind == "seconds" and type(value) is int:
         return float(value)
+    if option.kind == "text" and type(value) is int:  # of a TOML file, as in workers = 4
+        return str(value)
     if not isinstance(value, str) or option.kind == "text":
         return value
     try:

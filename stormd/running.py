@@ -58,7 +58,13 @@ def run_daemon(
     """
     limit, wanted = open_files.raise_limit(), open_files.limit_for(config.max_sessions)
     if limit != resource.RLIM_INFINITY and limit < wanted:
-        log.warning("%d open files, the limit, are too few for max_sessions: %d", limit, wanted)
+        log.warning(
+            "the limit of open files is %d, and max_sessions=%d may need %d: raise the hard limit "
+            "(ulimit -Hn, LimitNOFILE= in a unit), or lower max_sessions",
+            limit,
+            config.max_sessions,
+            wanted,
+        )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             is_suspended = runner.run(_serve(config, read, terminal))

@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from stormd.errors import AddressInUse, DirectoryUnsafe, error_with_remedy
@@ -25,6 +26,7 @@ __all__ = [
     "AddressLock",
     "SocketFile",
     "check_directory",
+    "denied_users",
     "grant",
     "prepare_directory",
     "remove_stale",
@@ -83,6 +85,32 @@ def check_directory(directory: Path, group: str) -> None:
         )
 
 
+def denied_users(directory: Path, *, socket_mode: int, group: str, uids: Iterable[int]) -> str:
+    """Return why users of `uids` cannot reach the sockets in the directory; empty if they can.
+
+    Root and this user always can. The others come as the group of the sockets or as anybody.
+    """
+    others = sorted({*uids} - {0, os.getuid()})
+    if not others:
+        return ""
+    names = ", ".join(map(str, others))
+    if not socket_mode & 0o022:
+        return (
+            f"users {names} of allowed_uids may not open the sockets, of mode 0o{socket_mode:o}: "
+            "set socket_mode=0o660, and have them join the group of the sockets, which "
+            "socket_group names"
+        )
+    found = directory.stat()
+    gid = _group_id(group) if group else os.getgid()
+    if found.st_mode & stat.S_IXOTH or (found.st_mode & stat.S_IXGRP and found.st_gid == gid):
+        return ""
+    return (
+        f"users {names} of allowed_uids may not enter the runtime directory {directory}, of group "
+        f"{found.st_gid} and mode 0{stat.S_IMODE(found.st_mode):o}: run chgrp {group or gid} "
+        f"{directory} and chmod g+x {directory}, or remove it for the daemon to make"
+    )
+
+
 def _group_id(name: str) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
@@ -113,11 +141,17 @@ def remove_stale(path: Path) -> None:
     Any other file there is left alone.
 
     Raises:
-        DirectoryUnsafe: the file is not a socket.
+        DirectoryUnsafe: there is a directory, or a file that is no socket.
         AddressInUse: a living process has the socket open.
     """
     try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            raise DirectoryUnsafe(
+                f"{path} is a directory: name a socket in it, as in --address "
+                f"ipc://{path}/stormd.sock"
+            )
+        if not stat.S_ISSOCK(mode):
             raise DirectoryUnsafe(f"{path} is no socket: remove it, or choose another --address")
         if _is_open(path):
             raise AddressInUse(

@@ -39,8 +39,8 @@ HELP = "run a command with a daemon of its own, and CUDA's MPS where it can be h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "stormd run [--pool-bytes SIZE] [--spill-path DIR --spill-bytes SIZE] [--resumable] "
-        "[--budget BUDGET] [--mps MODE] -- COMMAND ..."
+        "stormd run [--pool-bytes SIZE] [--spill-path DIR --spill-bytes SIZE "
+        "[--spill-encrypt {on,off}]] [--resumable] [--budget BUDGET] [--mps MODE] -- COMMAND ..."
     )
     parser.description = (
         f"{parser.description} A daemon that answers already is used as it is; the command "

@@ -19,7 +19,7 @@ from stormd.doctor.finding import Finding
 from stormd.errors import DirectoryUnsafe
 from stormd.machine import memory_limit
 from stormd.protocol import parse_address
-from stormd.runtime_directory import check_directory
+from stormd.runtime_directory import check_directory, denied_users
 from stormd.sizes import format_size
 
 __all__ = [
@@ -123,7 +123,13 @@ def check_runtime_directory(config: Config) -> Finding:
         return Finding(name, "fail", detail, str(error))
     if not os.access(directory, os.W_OK | os.X_OK):
         return Finding(name, "fail", detail, "choose a directory this user may write, --address")
-    return Finding(name, "ok", detail)
+    denied = denied_users(
+        directory,
+        socket_mode=config.socket_mode,
+        group=config.socket_group,
+        uids=config.allowed_uids,
+    )
+    return Finding(name, "warn" if denied else "ok", detail, denied)
 
 
 def _check_creatable(directory: Path) -> Finding:

@@ -99,6 +99,8 @@ class _Holder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        for number in filter(is_handled, _PASSED):
+            signal.signal(number, signal.SIG_IGN)  # else a second one ends Python's own exit
         signal.set_wakeup_fd(-1)
         self._socket.close()
         close_all((self._woken, self._wake, *self._kept.values()))

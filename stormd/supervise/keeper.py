@@ -26,6 +26,7 @@ from stormd.protocol import (
     accepts_connections,
     daemon_environment,
     parse_address,
+    socket_trouble,
 )
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.supervise import mps
@@ -159,9 +160,13 @@ class _Keeper:
     # --- starting ---------------------------------------------------------------------------
 
     def _find_daemon(self) -> tuple[str, dict[str, Any] | None]:
-        """Return a daemon's address and state if one answers; else where to start one, and None."""
+        """Return a daemon's address and state if one answers; else where to start one, and None.
+
+        Raises:
+            NoDaemon: a daemon listens at the address that is named, and does not answer this user.
+        """
         for address in self._request.addresses:
-            state = _state_at(address)
+            state = _state_at(address, is_named=bool(self._request.own_address))
             if state is not None:
                 if self._request.pool_bytes is not None:
                     print_to_stderr(f"a daemon answers at {address}: --pool-bytes is not used")
@@ -359,14 +364,22 @@ def _take_no_signals() -> None:
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
-def _state_at(address: str) -> dict[str, Any] | None:
-    """Return the state of the daemon that answers at an address; None if none does."""
-    if not _listens(address):
+def _state_at(address: str, *, is_named: bool = False) -> dict[str, Any] | None:
+    """Return the state of the daemon that answers at an address; None if none does.
+
+    Raises:
+        NoDaemon: the address `is_named`, and a daemon that does not answer has it: no other can be
+            started there.
+    """
+    trouble = socket_trouble(parse_address(address))
+    if trouble is not None and not (is_named and trouble.denies):
         return None
     try:
         with StatusQuery(address, timeout=_STATUS_SECONDS) as query:
             return query.ask()
     except NoDaemon:
+        if is_named:
+            raise
         return None
 
 

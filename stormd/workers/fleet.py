@@ -487,7 +487,7 @@ class Fleet:
         if self._is_ending:
             return
         reason = worker.trouble or _how_ended(status)
-        log.error("a worker has ended: %s", reason, extra=_fields(worker))
+        log.error("a worker has ended: %s", reason, extra={**_fields(worker), "pid": process.pid})
         worker.trouble = reason
         has_served_long = served and time.monotonic() - worker.began > BRIEF_SECONDS
         worker.delay = 0.0 if has_served_long else worker.delay

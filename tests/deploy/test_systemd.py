@@ -140,6 +140,17 @@ def test_restarts_timeouts_and_what_is_stored(deploy: Path) -> None:
         assert any(pipe in value.split() for value in both["Environment"])
 
 
+def test_the_doctor_is_asked_as_the_daemons_user_about_its_address(deploy: Path) -> None:
+    """As root it would refuse the directory, which is that user's."""
+    unit = settings(deploy / "systemd" / "stormd.service")
+    text = (deploy / "README.md").read_text("utf-8").replace("\\\n", " ")
+    [line] = [line for line in text.splitlines() if "bin/stormd doctor" in line]
+    words, started = shlex.split(line), shlex.split(unit["ExecStart"][0])
+    assert words[words.index("--reuid") + 1] == unit["User"][0]
+    for option in ("--config", "--address"):
+        assert words[words.index(option) + 1] == started[started.index(option) + 1]
+
+
 def test_a_drop_in_has_a_worker_for_each_gpu_instead(deploy: Path, tmp_path: Path) -> None:
     text = (deploy / "README.md").read_text("utf-8")
     drop_in = tmp_path / "drop-in"

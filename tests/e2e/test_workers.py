@@ -6,6 +6,7 @@ Real processes; the workers' devices are cpu lanes, so that it needs no GPU.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import urllib.request
@@ -147,8 +148,12 @@ def test_a_dead_workers_work_stays_counted_and_nothing_outlives_a_killed_front(
     with RawClient(daemon.address) as client:
         client.open().stored(b"x" * KIB)
         assert daemon.status()["throughput"]["store"]["operations"] == 1
-        os.kill(worker_of(daemon, client)["pid"], signal.SIGKILL)
+        pid = worker_of(daemon, client)["pid"]
+        os.kill(pid, signal.SIGKILL)
         assert client.is_cut_off()
+        log = Path(daemon.address.removeprefix("ipc://")).parent / "log"
+        ended = re.compile(rf"a worker has ended: signal SIGKILL .*\bpid={pid}\b")
+        wait_until(lambda: ended.search(log.read_text()) is not None)
         wait_until(lambda: daemon.status()["entries"] == 0)
         assert daemon.status()["throughput"]["store"]["operations"] == 1
     with RawClient(daemon.address) as client:

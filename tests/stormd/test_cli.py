@@ -109,6 +109,16 @@ def test_a_pipe_that_nobody_reads_is_no_failed_check(daemon: DaemonThread) -> No
     os.close(writing)
 
 
+def test_output_to_a_full_disk_ends_in_one_line() -> None:
+    command = [sys.executable, "-m", "stormd", "serve", "--example-config"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "stormd: the output cannot be written: No space left on device: free room there\n",
+    )
+
+
 def test_a_daemon_serves_without_standard_streams(place: Path) -> None:
     address = f"ipc://{place}/stormd.sock"
     serve = ["serve", "--device", "cpu", "--address", address, "--workers", "2"]

@@ -14,6 +14,7 @@ from stormd.errors import AddressInUse, DirectoryUnsafe
 from stormd.runtime_directory import (
     AddressLock,
     SocketFile,
+    denied_users,
     grant,
     prepare_directory,
     remove_stale,
@@ -50,6 +51,27 @@ def test_a_directory_that_anyone_or_a_group_may_write_to_is_refused_unless_it_is
     prepare_directory(tmp_path, socket_mode=0o600, group="")
 
 
+def test_users_whom_sockets_or_directory_keep_out_are_named_with_the_next_step(
+    tmp_path: Path,
+) -> None:
+    """A directory that an earlier daemon made for itself alone stays as it is."""
+
+    def denied(mode: int, uids: tuple[int, ...] = (4242,), group: str = "") -> str:
+        return denied_users(tmp_path, socket_mode=mode, group=group, uids=uids)
+
+    tmp_path.chmod(0o700)
+    assert denied(0o600, ()) == denied(0o600, (0, os.getuid())) == ""
+    assert "users 4242 of allowed_uids may not open the sockets, of mode 0o600" in denied(0o600)
+    for group in ("", grp.getgrgid(os.getgid()).gr_name):
+        tmp_path.chmod(0o700)
+        assert f"chmod g+x {tmp_path}" in denied(0o660, group=group)
+        tmp_path.chmod(0o710)
+        assert denied(0o660, group=group) == ""
+        assert f"run chgrp daemon {tmp_path}" in denied(0o660, group="daemon")
+    tmp_path.chmod(0o701)
+    assert denied(0o660, group="daemon") == ""
+
+
 def test_another_users_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +105,11 @@ def test_only_sockets_are_removed(tmp_path: Path) -> None:
     with pytest.raises(DirectoryUnsafe, match="is no socket"):
         remove_stale(tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_directory_is_no_address_and_is_not_to_be_removed(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryUnsafe, match=f"as in --address ipc://{tmp_path}/stormd.sock"):
+        remove_stale(tmp_path)
 
 
 def test_a_socket_that_somebody_has_open_is_left_alone(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def test_reads_every_kind_from_toml(tmp_path: Path) -> None:
     assert config.exit_with_last_client is True
 
 
+def test_a_number_of_workers_needs_no_quotes(tmp_path: Path) -> None:
+    assert _load(tmp_path / "workers.toml", "workers = 4\n").workers == "4"
+    for text in ("1", "65", "'" + "9" * 5000 + "'"):
+        with pytest.raises(ConfigError, match="write auto, off, or a number from 2 to 64"):
+            _load(tmp_path / "workers.toml", f"workers = {text}\n")
+
+
 def test_an_unknown_key_names_the_closest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'pool_bytes'"):
         _load(tmp_path / "stormd.toml", "pool_byte = 1\n")

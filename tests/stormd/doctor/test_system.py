@@ -12,7 +12,7 @@ from stormd.config import Config
 from stormd.doctor import system
 
 
-def _config(tmp_path: Path, **settings: int) -> Config:
+def _config(tmp_path: Path, **settings: object) -> Config:
     address = f"ipc://{tmp_path}/run/stormd.sock"
     return Config(address=address, cache_bytes=0, **settings)  # type: ignore[arg-type]
 
@@ -90,6 +90,15 @@ def test_a_directory_that_exists(tmp_path: Path, mode: int, state: str) -> None:
     finding = system.check_runtime_directory(_config(tmp_path))
     assert finding.state == state
     assert f"{mode:o}" in finding.detail
+
+
+def test_a_directory_that_admitted_users_may_not_enter_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    finding = system.check_runtime_directory(
+        _config(tmp_path, socket_mode=0o660, allowed_uids=(0, 4242))
+    )
+    assert finding.state == "warn"
+    assert "users 4242 of allowed_uids may not enter" in finding.advice
 
 
 def test_a_directory_of_someone_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -44,7 +45,7 @@ DAEMON = textwrap.dedent(
     status = statuses.get(sys.argv[2])
     if status is not None:
         sys.exit(status)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
     signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
     (place / f"waits-{number}").touch()
     while True:  # briefly: a signal just before a sleep is heard behind it
@@ -67,6 +68,15 @@ from stormd.supervise import holder
 holder._BRIEF_SECONDS, holder._MAX_BRIEF = 60.0, 5
 """
 """A daemon's life is brief on a busy machine, too; and there are not as many of them."""
+
+SLOW_EXIT = """
+import time
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+slow = Slow()
+"""
+"""What Python deletes once it handles no more signals."""
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -125,6 +135,17 @@ def test_a_daemon_that_is_told_before_it_listens_is_replaced(start: Start, tmp_p
     life(tmp_path, 1)
     holder.terminate()
     assert holder.wait(SECONDS) == 7
+
+
+def test_signals_that_keep_coming_change_nothing_of_its_end(start: Start, tmp_path: Path) -> None:
+    """Also those that come when the daemon has ended and Python is about to."""
+    holder = start("waits", SLOW_EXIT)
+    life(tmp_path, 0)
+    while holder.poll() is None:
+        holder.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            holder.wait(0.005)
+    assert holder.returncode == 7
 
 
 def test_a_holder_hears_what_its_parent_did_not(start: Start, tmp_path: Path) -> None:

@@ -71,6 +71,24 @@ def test_a_daemon_that_cannot_start_says_why(start: Callable[..., Run], place: P
     assert not (place / "ran").exists()
 
 
+def test_a_daemon_that_does_not_answer_at_the_address_that_is_named_ends_the_run(
+    start: Callable[..., Run], place: Path
+) -> None:
+    """Else the command would run, and the daemon that cannot start beside the other end later."""
+    address = f"ipc://{place}/s"
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(place / "s"))
+        hung.listen()
+        command = ["--", "touch", str(place / "ran")]
+        status, _, err = start(*command, variables={"STORMD_ADDRESS": address}).end()
+    assert status == 1
+    assert err == (
+        f"stormd: no daemon answers at {address} within 5 s: is it running, and may this user "
+        "connect?\n"
+    )
+    assert not (place / "ran").exists()
+
+
 def test_a_run_works_where_no_socket_fits_into_the_usual_directories(
     start: Callable[..., Run], place: Path
 ) -> None:
