@@ -27,7 +27,7 @@ from storm_bench.ternary import (
 from storm_bench.train.command import add_train_arguments, measure_train, print_train
 from storm_bench.zoo.command import add_zoo_arguments, measure_zoo, print_zoo
 from stormd.commands.arguments import positive_int
-from stormd.errors import ChildFailed
+from stormd.errors import ChildFailed, ConfigError
 from stormd.machine import describe
 from stormd.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
 from stormd.sizes import format_size, parse_size
@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
     nbytes = parse_size(args.tensor_bytes)
+    if not nbytes:
+        raise ConfigError("--tensor-bytes is 0: write the size of a tensor, as 16MiB")
     pool = 2 * args.tensors * nbytes + (256 << 20)
     flags = [f"--pool-bytes={pool}", "--cache-bytes=0", "--device=cpu"]
     with ChildDaemon(flags=flags) as daemon:

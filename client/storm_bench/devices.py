@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from storm_bench.child_daemon import tail
 from stormd.doctor.cuda import check_mps
-from stormd.errors import ChildFailed
+from stormd.errors import ChildFailed, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +41,17 @@ MPS: Final = {True: ", MPS on", False: ", MPS off", None: ""}
 
 
 def device_here(wanted: str = "auto") -> str:
-    """Return the device that is wanted; for "auto" "cuda" if PyTorch finds a GPU, else "cpu"."""
+    """Return the device that is wanted; for "auto" "cuda" if PyTorch finds a GPU, else "cpu".
+
+    Raises:
+        ConfigError: a GPU is wanted, and PyTorch finds none.
+    """
     import torch
 
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" != found:
+        raise ConfigError("the device is cuda, and PyTorch finds no GPU here: write --device cpu")
+    return found if wanted == "auto" else wanted
 
 
 def mps_is_on(device: str) -> bool | None:

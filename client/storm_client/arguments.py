@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch._library.custom_ops import CustomOpDef
 
@@ -78,6 +79,7 @@ def size_of(value: int | str, name: str) -> int:
     Raises:
         UsageError: `value` is not a size. The message calls the argument `name`.
     """
+    value = _plain(value)
     if type(value) is int and value >= 0:
         return value
     if isinstance(value, str):
@@ -121,7 +123,7 @@ def plan_options(
     if budget is None:
         budget = os.environ.get(BUDGET_VARIABLE) or "least"
     try:
-        parsed = parse_budget(budget)
+        parsed = parse_budget(_plain(budget))
     except ValueError as error:
         raise UsageError(str(error)) from error
     if verify not in _VERIFY:
@@ -193,6 +195,11 @@ def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         yield from (function, function.overloadpacket)
     elif isinstance(function, torch._ops.OpOverloadPacket):
         yield from (getattr(function, name) for name in function.overloads())  # type: ignore[no-untyped-call]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy as Python's: sizes and fractions are often computed with NumPy."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 _VERIFY = ("learn", "always")

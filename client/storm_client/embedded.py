@@ -54,7 +54,7 @@ class EmbeddedDaemon:
         self.users = 1
         self._owner = os.getpid()
         with tempfile.TemporaryFile() as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
+            self._process = _Process(
                 self._command(pool_bytes),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -125,6 +125,14 @@ class EmbeddedDaemon:
                     f"({_end_of(log)}); try a smaller connect(pool_bytes=) or STORMD_POOL_BYTES"
                 )
             time.sleep(POLL_SECONDS)
+
+
+class _Process(subprocess.Popen[bytes]):
+    """The daemon's process, which ends by itself if nobody closes the last client."""
+
+    def __del__(self) -> None:
+        """Do as Popen, but do not warn that the process is still running."""
+        super().__del__(_warn=lambda *_, **__: None)  # type: ignore[call-arg]  # not in its stub
 
 
 _shared: EmbeddedDaemon | None = None

@@ -3,8 +3,12 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import pickle
 import threading
+from contextlib import ExitStack
+from typing import Any
 
+import numpy as np
 import pytest
 import storm_client as storm
 import torch
@@ -55,6 +59,16 @@ def test_bad_offload_options(
         client.offload(**options)
 
 
+@pytest.mark.parametrize("budget", [np.int64(1 << 20), np.float64(0.5), np.float32(0.5)])
+def test_sizes_and_fractions_may_be_numbers_of_numpy(client: storm.Client, budget: Any) -> None:
+    offload = client.offload(NET, budget=budget, min_bytes=np.int64(4096))
+    assert pickle.loads(pickle.dumps(offload))._policy.min_bytes == 4096
+    assert offload._planning.options.budget == budget
+    assert type(offload._planning.options.budget) in (int, float)
+    with pytest.raises(storm.UsageError, match=r"budget is 1\.5"):
+        client.offload(budget=np.float64(1.5))
+
+
 def test_an_option_of_connect_is_sent_there(client: storm.Client) -> None:
     for name in inspect.signature(storm.connect).parameters:
         with pytest.raises(storm.UsageError, match=rf"{name} is an option of connect\(\)"):
@@ -75,6 +89,20 @@ def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
             use()
     with pytest.raises(storm.DaemonLost, match=r"closed.*gone; call storm_client\.connect\(\)"):
         loss.backward()
+
+
+def test_a_client_that_is_closed_in_a_block_says_what_to_do(daemon: DaemonProcess) -> None:
+    client = storm.connect(daemon.address)
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(64, 64, requires_grad=True)
+    block = ExitStack()
+    block.enter_context(offload)
+    result = x.exp()
+    client.close()
+    with pytest.raises(storm.DaemonLost, match=r"call storm_client.connect\(\)"):
+        block.close()
+    result.sum().backward()  # it has stayed in memory
+    assert torch.equal(x.grad, x.detach().exp())
 
 
 def test_what_nobody_can_use_any_more_ends_by_itself(client: storm.Client) -> None:

@@ -90,6 +90,23 @@ def test_an_embedded_daemon_ends_with_a_killed_client_and_with_no_forked_child(r
     assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
+def test_a_client_that_nobody_closes_gives_no_warning(run: Run) -> None:
+    """Neither when it is let go of nor when the script ends: an ignored exception would be shown.
+
+    Daemons end by themselves.
+    """
+    script = """
+    import sys, warnings
+    warnings.simplefilter("error")
+    sys.unraisablehook = lambda shown: print(shown.exc_value, flush=True)
+    import storm_client as storm
+    client = storm.connect(embedded="always")
+    client = storm.connect(embedded="always")
+    print("connected", flush=True)
+    """
+    assert run(script, STORMD_POOL_BYTES="16MiB") == ["connected"]
+
+
 def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
     named = r"connect\(pool_bytes=\) and STORMD_POOL_BYTES"
     with pytest.raises(storm.DaemonUnavailable, match=named):
@@ -185,11 +202,11 @@ def test_a_little_memory_is_enough_for_a_pool_of_its_default_size(run: Run) -> N
     [capacity] = run("""
         import resource, storm_client as storm
         from storm_client import embedded
-        start = embedded.subprocess.Popen
+        start = embedded._Process
         def limited(*args, **options):
             limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
             return start(*args, preexec_fn=limit, **options)
-        embedded.subprocess.Popen = limited
+        embedded._Process = limited
         with storm.connect() as client:
             print(client.status().pool.capacity_bytes)
     """)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stormd import cli
 from stormd.commands import arguments
@@ -24,6 +25,20 @@ def test_what_cannot_be_written_is_refused_at_once(
 ) -> None:
     assert cli.main(["bench", benchmark, argument]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_nothing_is_measured_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "link", "--tensor-bytes=0"]) == 2
+    assert "--tensor-bytes is 0" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("benchmark", ["train", "scan", "gemm"])
+def test_a_gpu_that_is_not_there_is_refused(
+    benchmark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", benchmark, "--device=cuda"]) == 2
+    assert "PyTorch finds no GPU here" in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_is_refused(

@@ -2,9 +2,9 @@
 
     python agreeing_ranks.py RANK WORLD STORE ADDRESS CASE [CASE ...]
 
-with alike, sharded, flat, tensor_parallel, compared, stages, late, killed-0 or killed-1 for CASE;
-after late and killed comes no other, and after compared a kill alone. Where it sees GPUs each rank
-trains on one of them, with costs as they are.
+with alike, again, sharded, flat, tensor_parallel, compared, stages, late, killed-0 or killed-1 for
+CASE; after late and killed comes no other, and after compared a kill alone. Where it sees GPUs each
+rank trains on one of them, with costs as they are.
 
 Prints, as JSON, a line for each case: a digest of the plan that each step has followed, and whether
 every loss and every gradient is identical to that of training without offload.
@@ -60,6 +60,8 @@ STEPS_TO_COMPARE: Final = 100
 """Where plans are compared, so many that all of them are, twice."""
 SHARES: Final = 50
 """The step from which on the last rank's link is three times as slow, in the case "compared"."""
+LEAVES: Final = 10
+"""The step before which ranks destroy their process group and make another, in the case "again"."""
 JOINS: Final = 12
 """The step from which on the last rank offloads, in the case "late"."""
 
@@ -214,7 +216,10 @@ def meet(rank: int, case: str, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     elif case.startswith("killed") and number > DIES:
         time.sleep(LIMITS.seconds / 8)  # so that the rest of the steps take longer than that
-    elif case == "stages" or (case.startswith("killed") and number < DIES):
+    elif case == "again" and number == LEAVES:
+        dist.destroy_process_group()
+        join_job()
+    elif case in ("again", "stages") or (case.startswith("killed") and number < DIES):
         dist.barrier()
 
 
@@ -270,13 +275,17 @@ def compared(case: str, rank: int, address: str) -> dict[str, Any]:
         }
 
 
-def main() -> None:
-    rank, world = map(int, sys.argv[1:3])
-    store, address, *cases = sys.argv[3:]
-    if IS_ON_GPU:
-        torch.cuda.set_device(rank)
+def join_job() -> None:
+    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     backend = "nccl" if IS_ON_GPU else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world)
+
+
+def main() -> None:
+    rank, address, *cases = int(sys.argv[1]), *sys.argv[4:]
+    if IS_ON_GPU:
+        torch.cuda.set_device(rank)
+    join_job()
     for case in cases:
         print(json.dumps(compared(case, rank, address)), flush=True)
         if case.startswith("killed"):

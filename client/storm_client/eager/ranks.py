@@ -130,6 +130,8 @@ class Ranks:
         self._begun = 0
         """Steps of any signature."""
         self._store: Any = None
+        self._group: weakref.ref[Any] | None = None
+        """The process group whose ranks plan together; held weakly, so that it can be destroyed."""
         self._unshared = 0
         """Signatures that no other rank had; at least `MAX_UNSHARED` once ranks did not answer."""
         self._lock = threading.Lock()
@@ -185,6 +187,8 @@ class Ranks:
         if not self._lock.acquire(blocking=False):
             return
         try:
+            if self._has_left_group():
+                self._join_anew()
             for key, shared in list(self._shared.items()):
                 root = shared.signature()
                 if root is None:
@@ -207,6 +211,7 @@ class Ranks:
         """Join an agreement on the plan of a signature, unless this rank plans alone."""
         if self._unshared >= MAX_UNSHARED or not are_several():
             return
+        self._group = weakref.ref(_all_ranks())
         self._shared[id(signature)] = _Shared(
             weakref.ref(signature),
             Agreement(
@@ -219,6 +224,24 @@ class Ranks:
             ),
         )
         self._joined += 1
+
+    def _has_left_group(self) -> bool:
+        """Return whether the process group whose ranks planned together was destroyed."""
+        group = None if self._group is None else self._group()
+        return self._group is not None and (group is None or group is not _all_ranks())
+
+    def _join_anew(self) -> None:
+        """Plan with the ranks of the new process group, or alone if there is none.
+
+        All ranks of a new group come here as they begin their next step.
+        """
+        before, self._shared = list(self._shared.values()), {}
+        self._store, self._group, self._unshared = None, None, 0
+        for shared in before:
+            root = shared.signature()
+            if root is not None:
+                root.outdate()
+                self._join(root)
 
     def _agree_on(
         self, signature: StepSignature, shared: _Shared, maker: PlanMaker, expect: Expect
@@ -293,6 +316,11 @@ class Ranks:
                 torch.distributed.get_rank() if are_several() else 0,
                 phase.reason,
             )
+
+
+def _all_ranks() -> Any:
+    """Return the process group of all ranks; None if this process is not one of several."""
+    return torch.distributed.group.WORLD if are_several() else None
 
 
 def _digest(signature: StepSignature, options: str) -> str:

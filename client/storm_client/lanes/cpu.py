@@ -90,7 +90,10 @@ class CpuLane(Lane):
         """Return the shared memory, mapped while referred to; raise if the lane is closed."""
         shared = self._shared
         if shared is None:
-            raise ConnectionClosed("the client was closed while a tensor was being copied")
+            raise ConnectionClosed(
+                "the client was closed while a tensor was being copied; call "
+                "storm_client.connect() for another"
+            )
         return shared
 
 

@@ -10,13 +10,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import storm_client as storm
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # older PyTorch has the group "fake" there
 from storm_bench.child_daemon import ChildDaemon
 from storm_client.job_store import within
 from storm_client.planner.search import OFFLOAD_ALONE
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
 from support.rank_processes import rank_processes
+from torch import nn
 
 
 def tcp() -> str:
@@ -56,7 +60,8 @@ def two(daemon: DaemonProcess) -> dict[str, list[Any]]:
 
     At the end the first one is killed, which had the job's store.
     """
-    return run(["alike", "sharded", "flat", "tensor_parallel", "compared", "killed-0"], daemon)
+    cases = ["alike", "again", "sharded", "flat", "tensor_parallel", "compared", "killed-0"]
+    return run(cases, daemon)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +96,15 @@ def test_ranks_compare_plans_by_the_slowest_of_them(two: dict[str, list[Any]]) -
         assert turns == [True, False, True]
     in_turn = first["in_turn"] or second["in_turn"]
     assert max(in_turn) > 1, "plans are followed in turn, without a decision between two of them"
+
+
+def test_ranks_agree_again_in_another_process_group(two: dict[str, list[Any]]) -> None:
+    """The first one's store is gone, so the plan made before would stay, or each had its own."""
+    first, second = two["again"]
+    assert first["followed"] == second["followed"]
+    assert first["followed"][-1]
+    assert not first["messages"]
+    assert not second["messages"]
 
 
 @pytest.mark.parametrize("case", ["sharded", "flat", "tensor_parallel"])
@@ -160,6 +174,27 @@ def test_a_rank_outlives_another_that_is_killed(two: dict[str, list[Any]]) -> No
 @pytest.mark.slow
 def test_the_rank_with_the_store_outlives_another_that_is_killed(daemon: DaemonProcess) -> None:
     assert_is_alone(run(["killed-1"], daemon)["killed-1"][0])
+
+
+def test_a_rank_whose_process_group_is_destroyed_plans_at_once(client: storm.Client) -> None:
+    """It would wait for the figures of ranks that it has left."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    offload = client.offload(model, min_bytes=1024)
+
+    def train() -> None:
+        for _ in range(4):
+            with offload:
+                loss = model(torch.ones(64, 64)).square().sum()
+            loss.backward()
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        train()
+        assert offload.plan is None, "the other rank has not shown its steps"
+    finally:
+        dist.destroy_process_group()
+    train()
+    assert offload.plan is not None
 
 
 def test_what_does_not_return_is_not_waited_for() -> None:
