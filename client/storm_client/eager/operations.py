@@ -30,7 +30,6 @@ from storm_client.eager.launches import Kernel
 from storm_client.eager.settings import KernelChoice
 
 __all__ = [
-    "EXCHANGED",
     "EXPENSIVE",
     "REPLAYABLE",
     "Function",
@@ -48,9 +47,6 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
-
-EXCHANGED: Final[dict[Function, Function]] = {}
-"""Maps each function that we have put in the place of one of PyTorch's to that function."""
 
 _ELEMENTWISE = """
     abs add addcdiv addcmul acos acosh asin asinh atan atan2 atanh bfloat16 clamp clamp_max

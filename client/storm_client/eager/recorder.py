@@ -19,7 +19,7 @@ from storm_client.eager.calls import tensors_among
 from storm_client.eager.function_modes import Watching, are_altered, looked_into
 from storm_client.eager.launches import Launch
 from storm_client.eager.operation_times import OperationTimes
-from storm_client.eager.operations import EXCHANGED, Function, byproduct_of, draws, is_bound
+from storm_client.eager.operations import Function, byproduct_of, draws, is_bound
 from storm_client.eager.recording import Recording
 from storm_client.hook_stack import function_modes, untraced
 
@@ -73,7 +73,6 @@ class Recorder(Watching):
     ) -> Any:
         """Run `function` and record its result, unless a mode of the script may have altered it."""
         recording = self._recording
-        function = EXCHANGED.get(function, function)
         if recording is None or _is_elsewhere(args):
             return function(*args, **kwargs) if kwargs else function(*args)
         if function in recording.functions and is_bound(function, args, kwargs or {}):

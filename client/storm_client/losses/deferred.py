@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["ADVICE", "USE", "Deferred", "Root", "Watch"]
@@ -60,6 +61,7 @@ _METADATA_ONLY: Final[frozenset[Any]] = frozenset(
         for name in _METADATA_METHODS.split()
         if hasattr(owner, name)
     ]
+    + [torch._C.TensorBase.__dict__["_backward_hooks"].__set__]  # autograd calls it for a write
 )
 """Functions that need no values of the tensor."""
 
@@ -100,8 +102,6 @@ class Root(ABC):
 
     def __init__(self) -> None:
         self.watch = Watch()
-        self.is_with_loss = False
-        """Whether a loss has taken the half-precision values."""
         self._tracked: list[tuple[Tensor, int]] = []
         """Tensors that readers were given, and their versions at that time."""
 
@@ -160,7 +160,7 @@ class Deferred(Tensor):
     _like: Tensor
     """A tensor of its shape and strides on the meta device."""
     _materialized: Tensor | None
-    """The tensor itself, once it was read; it follows this one in the graph."""
+    """The tensor itself, once it was read."""
     _node: Any
     """This tensor's node in the graph when it was read."""
 
@@ -181,11 +181,10 @@ class Deferred(Tensor):
         """Return its values in half precision; None if the tensor itself has been read."""
         if not self.root.has_half_precision:
             return None
-        self.root.is_with_loss = True
         return _moved(self.root.half_precision(), self._path)
 
     def materialize(self) -> Tensor:
-        """Return the tensor itself; its gradient flows through this one.
+        """Return the tensor itself, which is at this one's place in the graph.
 
         Raises:
             RuntimeError: another tensor of the root was modified in place, or this one by a custom
@@ -197,27 +196,32 @@ class Deferred(Tensor):
             with torch.inference_mode(False):
                 with torch.no_grad():
                     values = _moved(self.root.full_precision(), self._path)
-                with torch.enable_grad():
-                    apply: Any = _Materialize.apply
-                    self._materialized = apply(self, values)
+                self._materialized = values if self._node is None else self._with_values(values)
             self.root.track(self._materialized)
         if self._is_changed():
             raise RuntimeError(f"float() of logits was changed by a custom function; {ADVICE}")
         self.root.check(only_reader=True)
         return self._materialized
 
-    def shown(self) -> Tensor:
-        """Return what its shape, gradient and moves are asked of: once it was read, the tensor.
+    def _with_values(self, values: Tensor) -> Tensor:
+        """Return a tensor of `values` at this one's place in the graph.
 
-        Raises:
-            RuntimeError: that was changed in place after a loss had taken these values.
+        So its readers pass their gradients to the node that readers of this one do, in PyTorch's
+        order. Autograd gives a saved tensor that place, whatever a hook returns for it.
         """
-        if self._materialized is None or self._is_changed():
-            return self
-        if self.root.is_with_loss:
-            self.root.check(only_reader=False)
-            return self
-        return self.materialize()
+        apply: Any = _Saving.apply
+        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: values):
+            (found,) = apply(self).grad_fn.saved_tensors
+        placed: Tensor = found
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.retains_grad:
+                placed.retain_grad()
+                placed.grad = self.grad
+        return placed
+
+    def shown(self) -> Tensor:
+        """Return what its shape, gradient and moves are asked of: once it was read, the tensor."""
+        return self if self._materialized is None or self._is_changed() else self.materialize()
 
     def _is_changed(self) -> bool:
         """Return whether a custom function, by its own word, has changed this tensor since then."""
@@ -288,13 +292,10 @@ def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             )
 
 
-class _Materialize(torch.autograd.Function):
-    """An identity in the graph: makes the tensor itself follow a deferred tensor."""
+class _Saving(torch.autograd.Function):
+    """Saves a tensor, and has nothing else to do with it."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004
-        return values.detach()  # unlike a view, this may be modified in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return gradient, None
+    def forward(ctx: Any, deferred: Tensor) -> Tensor:
+        ctx.save_for_backward(deferred)
+        return torch.empty(0)

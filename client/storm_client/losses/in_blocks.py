@@ -123,7 +123,7 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
     """Return the loss; None if PyTorch's function has to compute it, or to raise an error."""
     if target is None or not is_plain(target, options.weight):
         return None
-    if not logits.dim() or not is_eligible(logits):
+    if not is_eligible(logits) or not logits.dim():
         return None
     if logits.is_cuda and logits.dim() > 2:  # PyTorch itself adds their sum in no fixed order
         return None

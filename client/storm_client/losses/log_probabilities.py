@@ -176,10 +176,13 @@ class _LogProbabilities(torch.autograd.Function):
         tiles, index = ctx.tiles, ctx.source.now().classes
         spread = _Spread(index, grad_picked, grad_sums, weight)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
+        is_batched = _is_batched(grad_picked)
         if ctx.deferred is None:  # a gradient with a graph keeps all its tensors
-            has_graph = torch.is_grad_enabled()
-            found = gradient.with_graph(ctx) if has_graph else gradient.half_precision()
-        elif torch.is_grad_enabled() or ctx.deferred.watch.is_on:
+            is_whole = torch.is_grad_enabled() or is_batched
+            found = gradient.with_graph(ctx) if is_whole else gradient.half_precision()
+        elif torch.is_grad_enabled() or is_batched or ctx.deferred.watch.is_on:
+            if torch.is_grad_enabled() and is_batched:  # in which the follower's graph gets lost
+                raise RuntimeError(_NOT_TWICE)
             with torch.no_grad():
                 full = gradient.full_precision()
             sources = (ctx.deferred.follower, grad_picked, grad_sums)
@@ -188,6 +191,11 @@ class _LogProbabilities(torch.autograd.Function):
             like = torch.empty(logits.shape, dtype=tiles.dtype, device="meta")
             found = Deferred.of(gradient, like, logits.device)
         return found, None
+
+
+_is_batched: Final = torch._C._functorch.is_legacy_batchedtensor
+"""Tells the gradients of `torch.autograd.grad(is_grads_batched=True)`: nothing shows their numbers,
+and they cannot be written to tensors that are none."""
 
 
 class _Passes:
@@ -202,7 +210,8 @@ class _Passes:
     def note(self, *gradients: Tensor | None) -> None:
         """Note that gradients lead to the logits in the current pass; mostly one of them is 0."""
         before, self._latest = self._latest, torch._C._current_graph_task_id()
-        if before == self._latest and any(one is not None and one.any() for one in gradients):
+        given = [one for one in gradients if one is not None]
+        if before == self._latest and any(_is_batched(one) or one.any() for one in given):
             raise RuntimeError(_TOGETHER)
 
 
@@ -264,7 +273,7 @@ class _Gradient(Root):
         logits, tiles, spread = self._logits, self._tiles, self._spread
         self._check()
         self._has_overwritten_logits = self._own
-        found = logits.detach() if self._own else _contiguous_like(logits, logits.dtype)
+        found = logits.detach() if self._own else _contiguous_like(logits)
         if tiles.kernels.backward:
             known = cuda.Statistics(*self._statistics)
             cuda.backward(logits, spread.classes, spread.picked.contiguous(), known, found)
@@ -277,7 +286,8 @@ class _Gradient(Root):
         """Return the unrounded gradient, in the type of the log-probabilities."""
         if self._full_precision is None:
             self._check()
-            self._full_precision = _contiguous_like(self._logits, self._tiles.dtype)
+            # Batched where the gradient of the loss is.
+            self._full_precision = self._spread.picked.new_empty(self._logits.shape)
             self._fill(self._full_precision)
         return self._full_precision
 
@@ -292,8 +302,8 @@ class _Gradient(Root):
             raise RuntimeError(f"the gradient of float() of logits is read twice; {ADVICE}")
 
 
-def _contiguous_like(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(logits, dtype=dtype, memory_format=_CONTIGUOUS)
+def _contiguous_like(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits, memory_format=_CONTIGUOUS)
 
 
 _Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
@@ -338,7 +348,7 @@ class _Spread(NamedTuple):
 
     def over(self, log_probs: Tensor) -> Tensor:
         """Return the gradient as a tensor of the log-probabilities' shape and type."""
-        spread = torch.zeros_like(log_probs)
+        spread = self.picked.new_zeros(log_probs.shape)  # batched where `picked` is
         spread.scatter_(1, self.classes.unsqueeze(1), self.picked.unsqueeze(1))
         if self.sums is None:
             return spread

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from re import sub
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from storm_client.devices import is_capturing
 from storm_client.eager.function_modes import are_altered
-from storm_client.eager.operations import EXCHANGED
 from storm_client.hook_stack import innermost, untraced
 from storm_client.losses.cross_entropy import is_plain
 from storm_client.losses.deferred import ADVICE, USE, Deferred, Root
@@ -79,12 +78,14 @@ def are_tiles_enabled() -> bool:
 
 def is_eligible(logits: Tensor) -> bool:
     """Return whether logits are a plain tensor of more than a tile, and need a gradient."""
+    if are_altered():  # first, since a mode of the script would see the questions below
+        return False
     if not (is_plain(logits) and logits.requires_grad and torch.is_grad_enabled()):
         return False
     least = TILE_BYTES.get(logits.device.type)
     if least is None or logits.numel() * torch.float32.itemsize <= least:
         return False
-    return not (are_altered() or (logits.is_cuda and is_capturing(logits.device)))
+    return not (logits.is_cuda and is_capturing(logits.device))
 
 
 def learn_call_site(logits: Tensor) -> None:
@@ -94,15 +95,25 @@ def learn_call_site(logits: Tensor) -> None:
         node = node.next_functions[0][0]
     if node is None or _operation(node) != _CAST or logits.dtype != torch.float32:
         return
-    if Tensor.float is _float:
-        EXCHANGED[_replacement] = _float
-        Tensor.float = _replacement  # type: ignore[method-assign,assignment]
+    if "float" not in Tensor.__dict__:
+        Tensor.float = _Float(_replacement)  # type: ignore[method-assign]
     elif _latest.site is not None and node._sequence_nr() == _latest.node:
         _deferring.update({_latest.site} - _refused)
 
 
 def _operation(node: Any) -> str:
     return sub(r"Backward\d*$", "", node.name())
+
+
+class _Float(staticmethod):  # type: ignore[type-arg]  # it takes none at run time
+    """The method `float`: a tensor's may defer the copy, and the class has PyTorch's own.
+
+    So scripts' modes and subclasses, which may have it in a table, are passed what they know.
+    Dynamo asks neither: of a static method, it compiles the function.
+    """
+
+    def __get__(self, tensor: Any, owner: type | None = None) -> Any:
+        return MethodType(_replacement, tensor) if isinstance(tensor, Tensor) else _float
 
 
 def _replacement(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -117,9 +128,9 @@ def _replacement(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 def _may_defer(source: Tensor) -> bool:
     """Return whether a tensor may be logits whose copy will be given to a loss in tiles."""
-    if type(source) is not Tensor or source.dtype not in _HALF or not are_tiles_enabled():
+    if type(source) is not Tensor or not are_tiles_enabled() or not is_eligible(source):
         return False
-    return is_eligible(source) and source.is_contiguous()
+    return source.dtype in _HALF and source.is_contiguous()
 
 
 @untraced

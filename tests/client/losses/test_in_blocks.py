@@ -309,6 +309,34 @@ def test_a_second_derivative_is_added_in_pytorchs_order(offload: storm.Offload) 
         assert same(ours, theirs)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_batched_gradients_are_pytorchs(
+    reduction: str, smoothing: float, offload: storm.Offload
+) -> None:
+    def batched(block: AbstractContextManager[Any], create_graph: bool) -> Tensor:
+        x, target = make()
+        with block:
+            loss = F.cross_entropy(x * 2, target, reduction=reduction, label_smoothing=smoothing)
+        outer = torch.linspace(0.2, 2.3, 3 * loss.numel()).view(3, *loss.shape)
+        return torch.autograd.grad(
+            loss, x, outer, is_grads_batched=True, create_graph=create_graph
+        )[0].detach()
+
+    for create_graph in (False, True):
+        assert same(batched(offload, create_graph), batched(nullcontext(), create_graph))
+
+
+def test_batched_second_derivatives_are_refused(offload: storm.Offload) -> None:
+    x, target = make()
+    with offload:
+        loss = F.cross_entropy(x * 2, target)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    outer = torch.rand(2, *x.shape)
+    with pytest.raises(RuntimeError, match=r"through its gradient.*loss=.plain"):
+        torch.autograd.grad(gradient, x, outer, is_grads_batched=True)
+
+
 def test_targets_that_pytorch_copies_may_change(offload: storm.Offload) -> None:
     def gradient(block: AbstractContextManager[Any]) -> Tensor:
         x, target = make(rows=120)
