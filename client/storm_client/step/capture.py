@@ -7,6 +7,7 @@ the real objects.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from storm_client.step.reads import watching_reads
 from storm_client.step.recording import Recorder, Recording
 from storm_client.step.refusals import data_dependent, not_in_place
 from storm_client.step.scalars import as_float, number_of
+from storm_client.step.sums import summing
 from storm_client.step.tables import Tables, check_arguments, conclude
 from storm_client.step.turns import capturing
 from storm_client.step.variables import variables_of_type
@@ -60,6 +62,7 @@ def capture(
         tables, draws = Tables(captured), Draws()
         draws.check_step(step, leaves)
         stack.callback(tables.put_back)
+        stack.callback(captured.called.places.put_back)
         stack.enter_context(recording.generators)
         for value in (*variables_of_type(step, torch.Generator), *leaves):
             if isinstance(value, torch.Generator):
@@ -69,11 +72,12 @@ def capture(
             tables.record_module(module)
         for optimizer in variables_of_type(step, Optimizer):
             tables.record_optimizer(optimizer)
-        with draws.watching():
+        with draws.watching(captured.called.note):
             returned = _returned(step, arguments, options)
         draws.check()
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             conclude(captured, tables, returned)
+            captured.called.places.check()
             check_arguments(captured, (arguments, options))
             recording.generators.check()
     recording.graph.erase_node(recording.root)
@@ -133,6 +137,10 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(Recorder(captured.recording))
         stack.enter_context(_Watcher(captured))
+        stack.enter_context(summing())
+        if gc.isenabled():  # what it calls is not the step's
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(watching_reads({nn.Module: on_module, Optimizer: on_optimizer}))
         yield
 

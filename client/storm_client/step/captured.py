@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 from torch.optim.optimizer import Optimizer
 
+from storm_client.step.called import Called
 from storm_client.step.loops import Loop
 from storm_client.step.recording import Recording
 
@@ -55,6 +56,7 @@ class Captured:
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
+    called: Called = field(default_factory=Called)
     returned: list[Result] = field(default_factory=list)
     spec: Any = None
     """The tree of the returned value."""

@@ -7,9 +7,10 @@ state as it was.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import fx
@@ -24,15 +25,22 @@ from storm_client.monitoring.stats import OffloadStats
 from storm_client.planner.plan import Plan
 from storm_client.step.capture import capture
 from storm_client.step.captured import Captured, Result
+from storm_client.step.casts import CastProbe
 from storm_client.step.explain import Explanation, explained
 from storm_client.step.interrupts import uninterrupted
 from storm_client.step.loops import CAPTURING
+from storm_client.step.nodes import writes
 from storm_client.step.program import GENERATORS, Program, program_of
 from storm_client.step.side_effects import Objects
 from storm_client.step.state import State, described
 from storm_client.step.temporaries import most_at_once
 
 __all__ = ["CompiledStep"]
+
+log = logging.getLogger(__name__)
+
+_MANY: Final = 4
+"""Captures for like arguments, after which a user is told why there is another one."""
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -77,6 +85,8 @@ class CompiledStep:
         self._target = Target(supply_of(client), asked, codec, least)
         self._codegen = codegen
         self._captures = captures
+        self._casts = CastProbe()
+        self._has_warned = False
         self._lock = threading.RLock()  # protects the list below; a run holds it
         self._known: list[_Prepared] = []
         """The captures that are kept, the one used last at the end."""
@@ -87,8 +97,8 @@ class CompiledStep:
 
         Raises:
             UsageError: the function cannot be captured, the budget is below the least possible in
-                the first call, or the step is called within saved-tensor hooks. Nothing has
-                changed.
+                the first call, or the step is called within saved-tensor hooks or again within one
+                autocast block. Nothing has changed.
             StormError: stored values cannot be restored. Nothing has changed but that generators
                 have advanced.
         """
@@ -107,6 +117,8 @@ class CompiledStep:
             others = [one for one in self._known if one is not prepared]
             self._known = [*others, prepared][-self._captures :]
             self._target.graphs = [graph for one in self._known for graph in one.program.graphs]
+            if any(map(writes, prepared.program.ordered.late)):
+                self._casts.check()
             return self._run(prepared, values)
 
     # --- choosing a capture -----------------------------------------------------------------
@@ -116,11 +128,23 @@ class CompiledStep:
     ) -> tuple[_Prepared, dict[fx.Node, Any]]:
         alike = [one for one in self._known if one.key == key]
         for prepared in reversed(alike):
-            values = prepared.state.values(leaves)
+            is_over = prepared.program.captured.called.is_for_one_run
+            values = None if is_over else prepared.state.values(leaves)
             if values is not None:
                 return prepared, values
-        prepared = self._capture(key, arguments, options, leaves)
-        _check_changed(prepared, alike)
+        known = [one.program.captured for one in alike]
+        differs = (
+            alike[-1].state.different(leaves) if len(alike) >= min(_MANY, self._captures) else []
+        )
+        prepared = self._capture(key, arguments, options, leaves, known)
+        if differs and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "stormd: %s is captured again and again, which takes as long as its first call: "
+                "%s differs between calls. Pass it as a tensor, or read it outside of the step.",
+                getattr(self._step, "__qualname__", "the step"),
+                differs[0],
+            )
         values = prepared.state.values(leaves)
         if values is None:
             raise UsageError(
@@ -130,9 +154,17 @@ class CompiledStep:
         return prepared, values
 
     def _capture(
-        self, key: Any, arguments: tuple[Any, ...], options: dict[str, Any], leaves: list[object]
+        self,
+        key: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        leaves: list[object],
+        known: list[Captured],
     ) -> _Prepared:
-        """Capture the step, and check that the capture left nothing in Python objects."""
+        """Capture the step, and check that the capture left nothing in Python objects.
+
+        `known` are the captures for like arguments.
+        """
         objects = Objects(self._step, leaves)
         try:
             captured = capture(self._step, arguments, options)
@@ -140,7 +172,10 @@ class CompiledStep:
         except BaseException:
             objects.put_back()
             raise
-        codegen = "eager" if captured.makes_state else self._codegen
+        captured.called.conclude()
+        _check_changed(captured, known)
+        is_for_one_run = captured.makes_state or captured.called.is_for_one_run
+        codegen = "eager" if is_for_one_run else self._codegen
         program = program_of(captured, codegen, self._target)
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program.temporaries()))
@@ -193,16 +228,24 @@ class CompiledStep:
         )
 
 
-def _check_changed(prepared: _Prepared, known: list[_Prepared]) -> None:
-    """Refuse a step that changes an attribute which a capture for like arguments changed."""
-    before = {name for one in known for name in one.program.captured.changed}
-    for name, value in prepared.program.captured.changed.items():
-        if name in before:
-            raise UsageError(
-                f"the step changes {name} again and again, now to {value!r}, but its Python code "
-                "runs only when it is captured; leave counting to what calls the step, or make it "
-                "a buffer"
-            )
+def _check_changed(captured: Captured, known: list[Captured]) -> None:
+    """Refuse a step that changes again what an earlier capture of `known` has changed.
+
+    What it sets for the first time may be set once for all, or be reset by each step. So the next
+    step is captured anew.
+    """
+    earlier = {name: value for one in known for name, value in one.called.changed.items()}
+    again = {name for one in known for name in one.changed} & captured.changed.keys()
+    now = captured.called.changed
+    again |= {name for name in now.keys() & earlier.keys() if now[name] != earlier[name]}
+    if again:
+        name = min(again)
+        value = f", now to {captured.changed[name]!r}" if name in captured.changed else ""
+        raise UsageError(
+            f"the step changes {name} again and again{value}, but its Python code runs only when "
+            "it is captured; leave counting to what calls the step, or make it a buffer"
+        )
+    captured.called.is_for_one_run = bool(now.keys() - earlier.keys())
 
 
 MAX_KEPT = (32 << 20) - (1 << 16)

@@ -150,9 +150,9 @@ class Draws:
             self._generators[id(generator)] = name, generator, state_of(generator)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Detect draws from Python's generators in this thread."""
-        before = sys.getprofile()
+    def watching(self, on_call: Callable[[FrameType], object]) -> Iterator[None]:
+        """Detect draws from Python's generators in this thread, and report functions that begin."""
+        before, self._on_call = sys.getprofile(), on_call
         sys.setprofile(self._on_event)
         try:
             yield
@@ -161,6 +161,8 @@ class Draws:
 
     @untraced
     def _on_event(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            self._on_call(frame)
         if event != "c_call":
             return
         owner = getattr(called, "__self__", None)

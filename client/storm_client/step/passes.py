@@ -112,7 +112,7 @@ def ordered(captured: Captured) -> Ordered:
     nodes = _needed(nodes, found)
     late = _late(nodes)
     found.work = [node for node in nodes if node not in late]
-    found.late = [node for node in nodes if node in late]
+    found.late = _numbers_first([node for node in nodes if node in late])
     return found
 
 
@@ -453,6 +453,26 @@ def _late(nodes: list[fx.Node]) -> set[fx.Node]:
         if _is_plain_number(node) and not is_used_by_work and node.meta[MICRO_BATCH] <= 0:
             late.add(node)
     return late
+
+
+def _numbers_first(late: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return late nodes with the numbers first that no write before them changes.
+
+    Python's arithmetic may raise, as by a division by zero. It then does so before any write.
+    """
+    there, movable, written = set(late), set[fx.Node](), set[int]()
+    for node in late:
+        is_own = isinstance(node.target, torch._ops.OpOverload) and _has_effect(node)
+        sources = there.intersection(node.all_input_nodes)
+        if writes(node) or is_own or reads(node) & written or not sources <= movable:
+            written |= writes(node)
+        else:
+            movable.add(node)
+    first = set[fx.Node]()
+    for node in reversed(late):
+        if node in movable and (is_number(node) or first.intersection(node.users)):
+            first.add(node)
+    return [node for node in late if node in first] + [one for one in late if one not in first]
 
 
 def _is_plain_number(node: fx.Node) -> bool:

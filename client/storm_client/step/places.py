@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from storm_client.errors import UsageError
 from storm_client.step.recording import is_of_a_capture
-from storm_client.step.variables import is_plain, is_pytorchs, own_attributes
+from storm_client.step.variables import is_plain, is_pytorchs, own_attributes, table_of
 
 __all__ = ["Places", "held_by", "put_back"]
 
@@ -116,12 +117,13 @@ def _attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, CellType):
         has_contents = value != CellType()
         return {"cell_contents": value.cell_contents} if has_contents else {}
-    found = dict(getattr(value, "__dict__", None) or {})
+    found = dict(table_of(value) or {})
     for kind in type(value).__mro__:
         slots = kind.__dict__ if "__slots__" in kind.__dict__ else {}
         for name, one in slots.items():
-            if isinstance(one, MemberDescriptorType) and hasattr(value, name):
-                found[name] = getattr(value, name)
+            if isinstance(one, MemberDescriptorType):
+                with suppress(AttributeError):  # it is not set
+                    found[name] = one.__get__(value)
     return found
 
 

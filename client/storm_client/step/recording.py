@@ -34,7 +34,13 @@ from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
 from storm_client.step.kernels import as_the_kernel_does
 from storm_client.step.nodes import BACKWARD, MEMORY, MICRO_BATCH, WRITTEN, is_random
-from storm_client.step.recurrent import BACKWARD_LAYER, LAYER, TRAINED_LAYER, workspace_bytes
+from storm_client.step.recurrent import (
+    BACKWARD_LAYER,
+    LAYER,
+    TRAINED_LAYER,
+    in_single_precision,
+    workspace_bytes,
+)
 from storm_client.step.refusals import data_dependent, not_in_place, script_line
 from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
 
@@ -219,6 +225,8 @@ class Recording:
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise data_dependent(str(function)) from error
             made = as_the_kernel_does(function, faked, faked_options, made)
+            if function is BACKWARD_LAYER:
+                made = in_single_precision(made)
         self._check_layout(function, made)
         self._check_memory(function, (faked, faked_options), made)
         node = self.graph.call_function(function, *given)

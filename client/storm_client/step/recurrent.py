@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from storm_client.errors import StormError
 
-__all__ = ["BACKWARD_LAYER", "LAYER", "TRAINED_LAYER", "workspace_bytes"]
+__all__ = ["BACKWARD_LAYER", "LAYER", "TRAINED_LAYER", "in_single_precision", "workspace_bytes"]
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 BACKWARD_LAYER = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -39,6 +39,15 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     with torch.utils._python_dispatch._disable_current_modes():
         zeros = pytree.tree_map_only(torch.Tensor, _zeros, arguments)
         return _run(zeros)[3].nbytes
+
+
+def in_single_precision(made: Any) -> Any:
+    """Return the layer's gradients as oneDNN makes them: PyTorch 2.11 says that they are halves."""
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda one: one.new_empty_strided(one.shape, one.stride(), dtype=torch.float32),
+        made,
+    )
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from linecache import getlines
 from pathlib import Path
 
+import torch
+
 from storm_client.errors import UsageError
 
 __all__ = [
@@ -20,6 +22,12 @@ __all__ = [
 
 _OURS = f"{Path(__file__).parents[1]}/"
 """The prefix of the file names of this package."""
+
+_PYTORCHS = f"{Path(torch.__file__).parent}/"
+
+_MADE = ("<frozen ", "<string>", "<eval_with_key>")
+"""What the names of code begin with that Python and PyTorch make. That of an interactive session
+also begins with "<"."""
 
 _PYTHONS = f"{Path(traceback.__file__).parent}/"
 """The prefix of the file names of Python's standard library, and of what is installed."""
@@ -35,6 +43,8 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
     )
     if any(name.endswith("amp/grad_scaler.py") for name in below):
         advice = "a GradScaler decides by what gradients hold; train in bfloat16 without one"
+    elif any("/torch/distributions/" in name for name in below):
+        advice = "pass validate_args=False to the distribution, which checks what tensors hold"
     elif any(name.endswith("optim/swa_utils.py") for name in below):
         advice = "call update_parameters() of an average after the step"
     elif updates := [name for name in below if "/torch/optim/" in name]:
@@ -82,7 +92,7 @@ def script_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
 
 def is_inside(name: str) -> bool:
     """Return whether a file is PyTorch's or ours."""
-    return "/torch/" in name or name.startswith((_OURS, "<"))
+    return name.startswith((_PYTORCHS, _OURS, *_MADE))
 
 
 def _is_pythons(name: str) -> bool:

@@ -15,13 +15,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.fx.experimental.sym_node  # gives torch.SymFloat its arithmetic
 from torch import fx
 
 from storm_client.step.refusals import data_dependent
 
-__all__ = ["Condition", "Number", "evaluate", "number_of", "symbolic"]
+__all__ = ["Condition", "Number", "evaluate", "number_of", "recorded", "symbolic"]
 
 STAND_IN = 0.5
 """The value that operations on fake tensors get for a number: no result's shape depends on it."""
@@ -168,6 +169,10 @@ class _SymFloat(torch.SymFloat):
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[float]]:
         return float, (self.node.guard_float(),)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Decide by the value: NumPy would compute with objects, in another order."""
+        return np.array(self.node.guard_float(), dtype)
+
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
         return self // other, self % other
 
@@ -251,6 +256,16 @@ for _name in (
     "is_integer",
 ):
     setattr(_SymFloat, _name, _asked(_name))
+
+
+def recorded(function: Callable[..., Any], *operands: Any) -> Any:
+    """Return what `function` computes of floats, recorded if any is a number of a step."""
+    first = next((one for one in operands if number_of(one) is not None), None)
+    if first is None:
+        return function(*operands)
+    numbers = first.node.numbers
+    given = [number_of(one) or Number(numbers, one, one) for one in operands]
+    return _SymFloat(numbers.apply(function, *given))
 
 
 def symbolic(numbers: Numbers, node: fx.Node, value: float | None) -> Any:

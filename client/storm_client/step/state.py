@@ -122,7 +122,7 @@ class State:
     def _python(self, leaves: Sequence[object]) -> list[Any]:
         """Return everything, besides tensors, that Python code may have decided by."""
         seed = self.captured.recording.generators.seed_read()
-        found: list[Any] = [surroundings(), seed, variables(self.step, leaves)]
+        found: list[Any] = [variables(self.step, leaves), surroundings(), seed]
         found += [
             (
                 module.training,
@@ -189,6 +189,12 @@ class State:
             for at, one in enumerate(found)
         ]
 
+    def different(self, leaves: Sequence[object]) -> list[str]:
+        """Return the names of variables that are no longer as they were, as far as known."""
+        before, now = self.python[0], variables(self.step, leaves)
+        names = [name for name in now if name not in before or before[name] != now[name]]
+        return [*names, *self.captured.called.different()]
+
     def values(self, leaves: Sequence[object]) -> dict[fx.Node, Any] | None:
         """Return the values of the graph's inputs now; None where another capture is needed.
 
@@ -202,6 +208,8 @@ class State:
                 return None
             found[held.node] = tensor
         if not self._shares_alike(tensors, found.values()) or self.python != self._python(leaves):
+            return None
+        if any(self.captured.called.different()):
             return None
         for setting in self.captured.settings:
             found[setting.node] = setting.value()

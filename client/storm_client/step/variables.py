@@ -7,15 +7,18 @@ counts as another.
 
 from __future__ import annotations
 
+import dis
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -30,6 +33,7 @@ from torch.optim.optimizer import Optimizer
 __all__ = [
     "ARGUMENT",
     "CONTAINERS",
+    "CONTENTS",
     "CONTENT_BYTES",
     "NO_STATE",
     "are_plain",
@@ -38,14 +42,19 @@ __all__ = [
     "compared_variables",
     "contents",
     "functions_of",
+    "globals_in",
     "identified",
     "is_plain",
     "is_pytorchs",
     "is_value",
+    "names_in",
     "names_read",
     "of_optimizer",
     "own_attributes",
+    "reference",
     "stored_attributes",
+    "table_of",
+    "texts_in",
     "variables",
     "variables_of_type",
 ]
@@ -74,20 +83,25 @@ CONTENT_BYTES = 1 << 16
 Kind = TypeVar("Kind")
 
 
+def reference(value: object) -> Callable[[], object]:
+    """Return a weak reference to a value, where its type allows that; else one that holds it.
+
+    Tensors are held: PyTorch swaps none that has a weak reference.
+    """
+    if not isinstance(value, torch.Tensor):
+        with suppress(TypeError):
+            return weakref.ref(value)
+    return lambda: value
+
+
 class _Same:
     """A reference to an object; it equals only references to the same object."""
 
     __slots__ = ("_find",)
 
     def __init__(self, value: object) -> None:
-        """Hold `value` by a weak reference, where its type allows that.
-
-        Tensors are held themselves: PyTorch swaps none that has a weak reference.
-        """
-        self._find: Callable[[], object] = lambda: value
-        if not isinstance(value, torch.Tensor):
-            with suppress(TypeError):
-                self._find = weakref.ref(value)
+        """Refer to `value`."""
+        self._find = reference(value)
 
     def __eq__(self, other: object) -> bool:
         """Return whether both refer to the same object, which is still alive."""
@@ -118,7 +132,7 @@ def variables_of_type(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
     found: list[Any] = list(_of_partials(step))
     for function, owner in functions_of(step):
         found += [value for _, value in _surrounding(function, owner)]
-        found += getattr(owner, "__dict__", {}).values()
+        found += (table_of(owner) or {}).values()
     return [one for one in found if isinstance(one, kind)]
 
 
@@ -186,7 +200,7 @@ def _surrounding(function: FunctionType, owner: object) -> Iterator[tuple[str, A
             yield name, cell.cell_contents
         except ValueError:  # an empty cell
             continue
-    for name in _names(function):
+    for name in globals_in(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     if owner is not None:
@@ -200,14 +214,41 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _names(function: FunctionType) -> list[str]:
     """Return the names that a function's code may read, with those of functions defined in it."""
-    return list(dict.fromkeys(_names_in(function.__code__)))
+    return list(dict.fromkeys(names_in(function.__code__)))
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that code may read, with those of functions defined in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
+
+
+@lru_cache(maxsize=1024)
+def globals_in(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that code may read, with those of functions defined in it.
+
+    The name of an attribute is none: a script's own `loss` is not what `model(x).loss` reads.
+    """
+    found = [
+        one.argval
+        for one in dis.get_instructions(code)
+        if one.opname.endswith(("_GLOBAL", "_GLOBALS")) or one.opname == "LOAD_NAME"
+    ]
+    if "globals" in found:
+        found += texts_in(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found += globals_in(constant)
+    return tuple(dict.fromkeys(found))
+
+
+def texts_in(code: CodeType) -> Iterator[str]:
+    """Yield the texts in code that may be names, as in `getattr(settings, "scale")`."""
+    for one in code.co_consts:
+        if isinstance(one, str) and one.isidentifier():
+            yield one
 
 
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
@@ -232,7 +273,7 @@ def _of_properties(owner: object, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         found = _of_class(type(owner), name)
         if isinstance(found, property) and isinstance(found.fget, FunctionType):
-            yield from _names_in(found.fget.__code__)
+            yield from names_in(found.fget.__code__)
 
 
 def _attribute(owner: object, name: str) -> Any:
@@ -247,13 +288,27 @@ def _attribute(owner: object, name: str) -> Any:
 
 def _stored(owner: object, name: str) -> tuple[Any, bool]:
     """Return an attribute without running code, and whether it is an object's own value."""
-    table = getattr(owner, "__dict__", None)
+    table = table_of(owner)
     if type(table) is dict and name in table:
         return table[name], not isinstance(owner, ModuleType)
     found = _of_class(owner if isinstance(owner, type) else type(owner), name)
     if isinstance(found, MemberDescriptorType):  # one of __slots__
-        return getattr(owner, name, _MISSING), True
+        try:
+            return found.__get__(owner), True
+        except AttributeError:
+            return _MISSING, True
     return found, False
+
+
+def table_of(owner: object) -> Any:
+    """Return an object's table of attributes without running its code; None if it has none."""
+    if isinstance(owner, threading.local):  # the table is the thread's
+        return threading.local.__getattribute__(owner, "__dict__")
+    for kind in type(owner).__mro__:
+        found = kind.__dict__.get("__dict__")
+        if isinstance(found, (GetSetDescriptorType, MemberDescriptorType)):
+            return found.__get__(owner)
+    return None
 
 
 def stored_attributes(owner: object, names: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -186,8 +186,14 @@ IN_VAIN: list[Callable[[Tensor], Any]] = [
     lambda x: Output(x.sum().item()),
     lambda x: Output({"a": [Output(x)]}),
     lambda x: Counter(a=x.sum().item()),
-    lambda x: np.array([x.sum().item(), 1.0]),
+    lambda x: in_array(x.sum().item()),
 ]
+
+
+def in_array(value: object) -> object:
+    made = np.empty(1, object)
+    made[0] = value
+    return made
 
 
 @pytest.mark.parametrize("made", IN_VAIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,14 @@ def test_a_step_that_uses_the_state_of_a_generator_is_refused(name: str, wrap: W
     with pytest.raises(UsageError, match=r"reads the seed or state .*test_generators.py"):
         wrap(step)(torch.ones(4))
     assert_identical((torch.get_rng_state(), own.get_state()), before)
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "/home/me/torch/train.py"])
+def test_a_script_may_be_typed_in_or_lie_in_a_folder_called_torch(file: str, wrap: Wrap) -> None:
+    space: dict[str, Any] = {"own": torch.Generator().manual_seed(3)}
+    exec(compile("def step(x):\n    return x + own.initial_seed()", file, "exec"), space)
+    with pytest.raises(UsageError, match=f"reads the seed or state .* at {file}:2"):
+        wrap(space["step"])(torch.ones(4))
 
 
 def test_other_threads_draw_and_seed_as_ever(wrap: Wrap) -> None:

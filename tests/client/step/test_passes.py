@@ -83,6 +83,29 @@ def test_a_check_after_the_update_is_of_what_it_has_made(wrap: Wrap) -> None:
     assert weight.tolist() == [-0.25] * 3
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_arithmetic_with_numbers_raises_before_anything_is_changed(fused: bool, wrap: Wrap) -> None:
+    net = perceptron("cpu")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
+
+    def step(x: Tensor, y: Tensor) -> float:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return 1 / (loss.square().item() * y.item())
+
+    call, x = wrap(step), torch.ones(2, 32)
+    for fine in (False, True, False):
+        before = everything(net, optimizer, "cpu")[:-2]
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                call(x, torch.zeros(()))
+            assert_identical(everything(net, optimizer, "cpu")[:-2], before)
+        if fine:
+            call(x, torch.ones(()))
+
+
 @pytest.fixture
 def counted() -> Iterator[list[int]]:
     """Give an operator that counts how often it has run."""

@@ -23,6 +23,7 @@ Wrap = Callable[..., CompiledStep]
 
 COMPUTED: dict[str, Callable[[float], object]] = {
     "+": lambda x: (x + 2, 2 + x, x + x, sum([x, 3.5, x])),
+    "sum": lambda x: (sum([x / 3, 0.1, 2, 0.7, x], x), sum([0.1, 0.2, 0.3, x, 1e9])),
     "-": lambda x: (x - 2, 2 - x, -x, +x),
     "*": lambda x: (x * True, 3 * x),
     "/": lambda x: (x / 3, 3 / x),
@@ -64,6 +65,7 @@ ASKED: dict[str, Callable[[Any], object]] = {
     "==": lambda x: x in (0.1, 0.2),
     "max": lambda x: max(x, 1.0),
     "of NumPy": np.float64,
+    "in an array": lambda x: np.array([x, 1.0]).sum(),
 }
 """What decides by a number: a float's methods that do not give floats, and functions in C."""
 

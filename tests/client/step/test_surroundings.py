@@ -426,14 +426,16 @@ def test_draws_of_a_feeder_are_no_concern(wrap: Wrap) -> None:
         return net(x) * (np.random.rand() if is_drawing else 1) * len([known])
 
     with storm.Feeder(batches(), ahead=1) as feeder:
-        for number, x in enumerate(feeder):
-            begun.clear()
+        items = iter(feeder)
+        for number in range(6):
+            begun.clear()  # before an item is taken, as the thread then begins another
+            x = next(items)
             if number % 2:
                 with pytest.raises(UsageError, match=r"from 'numpy.random'"):
                     wrap(step)(x, True)
             else:
                 assert_identical([wrap(step)(x)], [step(x)])
-            assert begun.wait(60) or number > 2
+            assert number > 2 or begun.wait(60)
 
 
 # --- hooks that are put on later -----------------------------------------------------------------
@@ -915,6 +917,35 @@ def test_attention_is_run_by_the_kernel_that_is_asked_for(wrap: Wrap) -> None:
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
             with sdpa_kernel(backend):
                 assert_identical([call(x)], [step(x)])
+
+
+@pytest.mark.parametrize("is_update", [True, False])
+def test_an_autocast_block_around_several_updates_is_refused(is_update: bool, wrap: Wrap) -> None:
+    """PyTorch would compute with the weights as the block's first step cast them."""
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).float().square().mean()
+        if is_update:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    call, x = wrap(step), seeded("cpu", 4, 8)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            call(x)
+    before = net.weight.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        call(x)
+        changed = net.weight.detach().clone()
+        for _ in range(2):
+            with pytest.raises(UsageError, match="autocast in") if is_update else nullcontext():
+                call(x)
+    assert torch.equal(net.weight, changed)
+    assert torch.equal(before, changed) is not is_update
 
 
 def test_casts_of_weights_are_kept_or_not_as_autocast_is_told(wrap: Wrap) -> None:
