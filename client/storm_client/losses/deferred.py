@@ -211,7 +211,8 @@ class Deferred(Tensor):
         """
         apply: Any = _Saving.apply
         with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: values):
-            (found,) = apply(self).grad_fn.saved_tensors
+            behind = apply(self)  # its node has the saved tensor for as long as it is held
+            (found,) = behind.grad_fn.saved_tensors
         placed: Tensor = found
         with torch._C.DisableTorchFunctionSubclass():
             if self.retains_grad:
