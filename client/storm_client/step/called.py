@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -21,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from storm_client.step.places import Places
+from storm_client.step.reachable import VALUES
 from storm_client.step.recording import is_of_a_capture
 from storm_client.step.variables import (
     CONTAINERS,
@@ -74,6 +76,8 @@ class Called:
         """Tables of globals, by id, and whether they are of a library."""
         self._codes: dict[int, tuple[CodeType, list[str]]] = {}
         """Code that has begun, by id, with the names that it may read."""
+        self._pending: deque[tuple[str, Any, CodeType]] = deque()
+        """Objects to be looked into, the nearest first, each with the code that reads it."""
         self._looked_into: dict[tuple[int, int], Callable[[], object]] = {}
         """Objects by their ids and those of the code that reads them."""
         self._reached: dict[int, Callable[[], object]] = {}
@@ -86,29 +90,15 @@ class Called:
         """Note what a function may read that has just begun."""
         is_of_library = self._is_of_library(frame.f_globals)
         caller = frame.f_back
-        if is_of_library and (caller is None or id(caller.f_code) not in self._codes):
-            return
-        if not is_of_library and self._is_importing(caller):
-            return
-        code, values = frame.f_code, frame.f_locals
-        count = code.co_argcount + code.co_kwonlyargcount
-        given = [values[name] for name in code.co_varnames[:count] if name in values]
-        if code.co_name == "__init__" and given:
-            self._made[id(given[0])] = reference(given[0])
-            given = given[1:]
         if is_of_library:
-            given = [one for one in given[:1] if _has(self._reached, id(one), one)]
-        else:
-            self._note_globals(code, frame.f_globals)
-            free = {name: values[name] for name in code.co_freevars if name in values}
-            given += free.values()
-            if free:
-                of_code = self._closures.setdefault(id(code), {})
-                if (key := tuple(map(id, free.values()))) not in of_code:
-                    of_code[key] = {name: _comparison(one) for name, one in free.items()}
-        for one in given:
-            if not _has(self._made, id(one), one):
-                self._look_into(type(one).__name__, one, code)
+            if caller is not None and id(caller.f_code) in self._codes:
+                self._note_given(frame, is_of_library=True)
+        elif not self._is_importing(caller):
+            self._note_given(frame, is_of_library=False)
+        while self._pending:
+            value = self._pending.popleft()
+            if len(self._looked_into) < VALUES:
+                self._note_held(*value)
 
     def conclude(self) -> None:
         """Find the closures, and note what has changed since the functions began."""
@@ -133,6 +123,28 @@ class Called:
                 yield name
 
     # --- what is noted ----------------------------------------------------------------------
+
+    def _note_given(self, frame: FrameType, *, is_of_library: bool) -> None:
+        """Note the arguments of a function, and its closure and globals if it is of no library."""
+        code, values = frame.f_code, frame.f_locals
+        count = code.co_argcount + code.co_kwonlyargcount
+        given = [values[name] for name in code.co_varnames[:count] if name in values]
+        if code.co_name == "__init__" and given:
+            self._made[id(given[0])] = reference(given[0])
+            given = given[1:]
+        if is_of_library:
+            given = [one for one in given[:1] if _has(self._reached, id(one), one)]
+        else:
+            self._note_globals(code, frame.f_globals)
+            free = {name: values[name] for name in code.co_freevars if name in values}
+            given += free.values()
+            if free:
+                of_code = self._closures.setdefault(id(code), {})
+                if (key := tuple(map(id, free.values()))) not in of_code:
+                    of_code[key] = {name: _comparison(one) for name, one in free.items()}
+        for one in given:
+            if not _has(self._made, id(one), one):
+                self._look_into(type(one).__name__, one, code)
 
     def _is_of_library(self, table: dict[str, Any]) -> bool:
         if id(table) not in self._tables:
@@ -174,9 +186,12 @@ class Called:
         self._look_into(name, value, code)
 
     def _look_into(self, name: str, value: Any, code: CodeType) -> None:
+        """Look into a value later, if it may hold others."""
+        if not (is_plain(value) or is_of_a_capture(value) or issubclass(type(value), _OPAQUE)):
+            self._pending.append((name, value, code))
+
+    def _note_held(self, name: str, value: Any, code: CodeType) -> None:
         """Note those of an object's attributes that code names, or what a container holds."""
-        if is_plain(value) or is_of_a_capture(value) or issubclass(type(value), _OPAQUE):
-            return
         key = id(value), id(code)
         if _has(self._looked_into, key, value):
             return

@@ -351,6 +351,30 @@ def test_a_step_that_is_captured_again_and_again_says_why_once(
     assert "SimpleNamespace.scale differs between calls" in message
 
 
+class Link:
+    """One of a long chain of objects."""
+
+    def __init__(self, scale: float, behind: Link | None) -> None:
+        self.scale, self.behind = scale, behind
+
+
+def test_long_chains_are_followed(wrap: Wrap) -> None:
+    last = chain = Link(1.0, None)
+    for _ in range(3000):
+        chain = Link(0.0, chain)
+
+    def total(x: Tensor) -> Tensor:
+        link: Link | None = chain
+        scale = 0.0
+        while link is not None:
+            scale, link = scale + link.scale, link.behind
+        return x * scale
+
+    call, x = wrap(lambda x: total(x).sum()), torch.ones(4)
+    for last.scale in (1.0, 2.0):
+        assert_identical([call(x)], [total(x).sum()])
+
+
 class Output:
     """What a model returns, as those of Hugging Face do."""
 
