@@ -71,6 +71,8 @@ class Called:
         """What has changed during the capture, by name, with what it became."""
         self.is_for_one_run = False
         """Whether the next step has to be captured anew, as its code may change something again."""
+        self._found: list[_Place] = []
+        """What is compared before each run."""
         self._places: dict[tuple[int, str], _Place] = {}
         self._tables: dict[int, tuple[dict[str, Any], bool]] = {}
         """Tables of globals, by id, and whether they are of a library."""
@@ -112,8 +114,8 @@ class Called:
                 self.changed[name] = identified(now)
             found.append(_Place(name, find, _comparison(now)))
         self._found = found
-        self._places.clear()
-        self._looked_into.clear()
+        for table in (self._places, self._looked_into, self._reached, self._made, self._closures):
+            table.clear()  # runs need none of them, and they hold objects
 
     def different(self) -> Iterator[str]:
         """Yield the names of what is no longer as it was when the capture had ended."""

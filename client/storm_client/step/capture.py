@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from storm_client.eager.function_modes import Watching
 from storm_client.step.captured import Captured
 from storm_client.step.draws import Draws
+from storm_client.step.interrupts import Interrupts
 from storm_client.step.loops import CAPTURING, Loop
 from storm_client.step.reads import watching_reads
 from storm_client.step.recording import Recorder, Recording
@@ -135,8 +136,10 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
         torch.clear_autocast_cache()
         # Backward passes written in Python and hooks are to run in this thread, which is watched.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        interrupts = Interrupts()
+        stack.enter_context(interrupts.delayed())
         stack.enter_context(Recorder(captured.recording))
-        stack.enter_context(_Watcher(captured))
+        stack.enter_context(_Watcher(captured, interrupts))
         stack.enter_context(summing())
         if gc.isenabled():  # what it calls is not the step's
             gc.disable()
@@ -150,9 +153,9 @@ class _Watcher(Watching):
 
     is_for_compiled_code = True
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, interrupts: Interrupts) -> None:
         super().__init__()
-        self.captured = captured
+        self.captured, self.interrupts = captured, interrupts
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -179,7 +182,7 @@ class _Watcher(Watching):
                 return self.captured.recording.run(overload, args, options)
         if func in _RUNNING_HOOKS:
             return self.call_inside(_RUNNING_HOOKS[func], *args, **options)
-        return as_float(func(*args, **options))
+        return as_float(self.interrupts.run(func, *args, **options))
 
 
 _READ_PAST_OPERATIONS = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +82,11 @@ class Number:
         self.numbers = numbers
         self.source = source
         self.value = value
+        is_truth = isinstance(source, bool) or (
+            isinstance(source, fx.Node) and source.target in _COMPARISONS.values()
+        )
+        # An exception crashes the C++ code that asks these, as Ctrl-C is if they run Python code.
+        self.is_bool, self.is_float = partial(bool, is_truth), partial(bool, not is_truth)
 
     def __getattr__(self, name: str) -> Any:
         """Return a function that records one of Python's operations, for PyTorch."""
@@ -89,21 +95,8 @@ class Number:
             raise AttributeError(name)
         return lambda *others: self.numbers.apply(function, self, *others)
 
-    def is_int(self) -> bool:
-        return False
-
-    is_nested_int = is_constant = is_int
-
-    def is_float(self) -> bool:
-        return not self.is_bool()
-
-    def is_bool(self) -> bool:
-        return isinstance(self.source, bool) or (
-            isinstance(self.source, fx.Node) and self.source.target in _COMPARISONS.values()
-        )
-
-    def is_symbolic(self) -> bool:
-        return True
+    is_int = is_nested_int = is_constant = staticmethod(partial(bool, False))
+    is_symbolic = staticmethod(partial(bool, True))
 
     def maybe_as_float(self) -> None:
         return None
