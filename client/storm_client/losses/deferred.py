@@ -8,6 +8,7 @@ another `Deferred`. Any other operation runs on the tensor itself, which is comp
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from typing import Any, Final
 
@@ -127,15 +128,27 @@ class Root(ABC):
 
         Raises:
             RuntimeError: a shown tensor was modified in place; other readers do not see this. With
-                `only_reader` a single shown tensor is exempt: its own reader sees the change.
+                `only_reader` a single shown tensor is exempt: its own reader sees the change. A
+                custom function does not: in the graph it reads the tensor as it was.
         """
-        if only_reader and len(self._tracked) < 2:
+        if all(tensor._version == version for tensor, version in self._tracked):
             return
-        if any(tensor._version != version for tensor, version in self._tracked):
+        if not only_reader or len(self._tracked) > 1 or _is_in_custom_function():
             raise RuntimeError(
                 "float() of logits was changed in place, by a view or by other ways than PyTorch's "
                 f"Python functions, and is read elsewhere; {ADVICE}"
             )
+
+
+def _is_in_custom_function() -> bool:
+    """Return whether the forward method of a custom function is running."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
+
+
+_APPLY: Final = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class _Untraceable:

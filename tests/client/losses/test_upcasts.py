@@ -588,6 +588,44 @@ def test_a_custom_function_that_writes_to_a_deferred_copy_is_an_error(
     assert same(found[1], expected[1])
 
 
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * 2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+def test_a_custom_function_that_reads_a_written_copy_is_an_error(offload: storm.Offload) -> None:
+    """In the graph it would have read the copy as it was before."""
+    writes = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        if writes:
+            logits[2:9] = 0.5
+            with torch.no_grad():
+                logits.sum()
+            return Summed.apply(logits)
+        return F.cross_entropy(logits, target)
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    writes = True
+    with pytest.raises(RuntimeError, match="changed in place"):
+        run(step, offload, x, target)
+    expected = run(step, nullcontext(), x, target)
+    found = run(step, offload, x, target)
+    assert found[2] == [Tensor]
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+
+
 def test_no_term_of_a_second_derivative_is_missing(offload: storm.Offload) -> None:
     """The gradient of a matrix holds its input, too, which comes from the same tensor."""
     x, target = make(torch.bfloat16)
