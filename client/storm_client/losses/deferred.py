@@ -255,6 +255,8 @@ class Deferred(Tensor):
             for one in tree_leaves((args, kwargs)):
                 if isinstance(one, Deferred):
                     one.root.watch.is_on = True
+                    if one._materialized is None:  # its place in the graph knows no writes
+                        one.root.check(only_reader=False)
         elif func not in _METADATA_ONLY:
             args, kwargs = tree_map_only(Deferred, Deferred.materialize, (args, kwargs))
             return func(*args, **kwargs)

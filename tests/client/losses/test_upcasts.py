@@ -588,6 +588,27 @@ def test_a_custom_function_that_writes_to_a_deferred_copy_is_an_error(
     assert same(found[1], expected[1])
 
 
+def test_a_hook_on_a_copy_that_a_view_has_changed_is_an_error(offload: storm.Offload) -> None:
+    """It would have got the gradient of the copy as it was before."""
+    writes = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        rows = logits[2:]
+        if writes:
+            rows.mul_(0.75)
+            logits.register_hook(lambda gradient: noted.append(gradient.sum()))
+        return F.cross_entropy(rows, target[2:])
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    writes = True
+    with pytest.raises(RuntimeError, match="changed in place"):
+        run(step, offload, x, target)
+
+
 class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
