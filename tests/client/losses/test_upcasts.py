@@ -373,6 +373,22 @@ def assert_same_once_deferred(
     assert same(found[1], expected[1])
 
 
+def refused_once_deferred(
+    step_that: Callable[[bool], Step], offload: storm.Offload, match: str
+) -> tuple[Any, Any]:
+    """Check that a changed step raises once its copy is deferred.
+
+    Return what it gives then, without offload and with it.
+    """
+    x, target = make()
+    for _ in range(3):
+        run(step_that(False), offload, x, target)
+    changed = step_that(True)
+    with pytest.raises(RuntimeError, match=match):
+        run(changed, offload, x, target)
+    return run(changed, nullcontext(), x, target), run(changed, offload, x, target)
+
+
 def clamped(logits: Tensor) -> Any:
     return logits.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
 
@@ -569,44 +585,38 @@ class Doubled(torch.autograd.Function):
 def test_a_custom_function_that_writes_to_a_deferred_copy_is_an_error(
     offload: storm.Offload,
 ) -> None:
-    writes = False
+    def step_that(writes: bool) -> Step:
+        def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+            logits = (x * 2).float()
+            noted.append(type(logits))
+            return F.cross_entropy(Doubled.apply(logits) if writes else logits, target)
 
-    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
-        logits = (x * 2).float()
-        noted.append(type(logits))
-        return F.cross_entropy(Doubled.apply(logits) if writes else logits, target)
+        return step
 
-    x, target = make()
-    for _ in range(3):
-        run(step, offload, x, target)
-    writes = True
-    with pytest.raises(RuntimeError, match="changed by a custom function"):
-        run(step, offload, x, target)
-    expected = run(step, nullcontext(), x, target)
-    found = run(step, offload, x, target)
+    expected, found = refused_once_deferred(step_that, offload, "changed by a custom function")
     assert found[2] == [Tensor]
     assert same(found[1], expected[1])
 
 
 def test_a_hook_on_a_copy_that_a_view_has_changed_is_an_error(offload: storm.Offload) -> None:
     """It would have got the gradient of the copy as it was before."""
-    writes = False
 
-    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
-        logits = (x * 2).float()
-        noted.append(type(logits))
-        rows = logits[2:]
-        if writes:
-            rows.mul_(0.75)
-            logits.register_hook(lambda gradient: noted.append(gradient.sum()))
-        return F.cross_entropy(rows, target[2:])
+    def step_that(writes: bool) -> Step:
+        def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+            logits = (x * 2).float()
+            noted.append(type(logits))
+            rows = logits[2:]
+            if writes:
+                rows.mul_(0.75)
+                logits.register_hook(lambda gradient: noted.append(gradient.sum()))
+            return F.cross_entropy(rows, target[2:])
 
-    x, target = make()
-    for _ in range(3):
-        run(step, offload, x, target)
-    writes = True
-    with pytest.raises(RuntimeError, match="changed in place"):
-        run(step, offload, x, target)
+        return step
+
+    expected, found = refused_once_deferred(step_that, offload, "changed in place")
+    assert found[2][0] is Tensor
+    assert same(found[2][1], expected[2][1])
+    assert same(found[1], expected[1])
 
 
 class Summed(torch.autograd.Function):
@@ -622,26 +632,21 @@ class Summed(torch.autograd.Function):
 
 def test_a_custom_function_that_reads_a_written_copy_is_an_error(offload: storm.Offload) -> None:
     """In the graph it would have read the copy as it was before."""
-    writes = False
 
-    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
-        logits = (x * 2).float()
-        noted.append(type(logits))
-        if writes:
-            logits[2:9] = 0.5
-            with torch.no_grad():
-                logits.sum()
-            return Summed.apply(logits)
-        return F.cross_entropy(logits, target)
+    def step_that(writes: bool) -> Step:
+        def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+            logits = (x * 2).float()
+            noted.append(type(logits))
+            if writes:
+                logits[2:9] = 0.5
+                with torch.no_grad():
+                    logits.sum()
+                return Summed.apply(logits)
+            return F.cross_entropy(logits, target)
 
-    x, target = make()
-    for _ in range(3):
-        run(step, offload, x, target)
-    writes = True
-    with pytest.raises(RuntimeError, match="changed in place"):
-        run(step, offload, x, target)
-    expected = run(step, nullcontext(), x, target)
-    found = run(step, offload, x, target)
+        return step
+
+    expected, found = refused_once_deferred(step_that, offload, "changed in place")
     assert found[2] == [Tensor]
     assert same(found[0], expected[0])
     assert same(found[1], expected[1])
