@@ -61,6 +61,14 @@ class _Place(NamedTuple):
     """Whether that is what was there."""
 
 
+class _Code(NamedTuple):
+    code: CodeType
+    names: list[str]
+    """What it may read: variables, attributes, and texts that may be names."""
+    texts: frozenset[str]
+    """Those of its own texts that may be names."""
+
+
 class Called:
     """What the functions that one capture has called read."""
 
@@ -76,8 +84,8 @@ class Called:
         self._places: dict[tuple[int, str], _Place] = {}
         self._tables: dict[int, tuple[dict[str, Any], bool]] = {}
         """Tables of globals, by id, and whether they are of a library."""
-        self._codes: dict[int, tuple[CodeType, list[str]]] = {}
-        """Code that has begun, by id, with the names that it may read."""
+        self._codes: dict[int, _Code] = {}
+        """Code that has begun, by its id."""
         self._pending: deque[tuple[str, Any, CodeType]] = deque()
         """Objects to be looked into, the nearest first, each with the code that reads it."""
         self._looked_into: dict[tuple[int, int], Callable[[], object]] = {}
@@ -162,15 +170,17 @@ class Called:
             caller = caller.f_back
         return False
 
-    def _names(self, code: CodeType) -> list[str]:
+    def _known(self, code: CodeType) -> _Code:
         if id(code) not in self._codes:
-            self._codes[id(code)] = code, list(dict.fromkeys((*names_in(code), *texts_in(code))))
-        return self._codes[id(code)][1]
+            texts = frozenset(texts_in(code))
+            names = list(dict.fromkeys((*names_in(code), *texts_in(code))))
+            self._codes[id(code)] = _Code(code, names, texts)
+        return self._codes[id(code)]
 
     def _note_globals(self, code: CodeType, table: dict[str, Any]) -> None:
         if id(code) in self._codes:
             return
-        self._names(code)  # from here on it is among them
+        self._known(code)  # so that its globals are noted once
         module = str(table.get("__name__"))
         self.places.note([(module, table)], depth=0)
         for name in globals_in(code):
@@ -207,7 +217,7 @@ class Called:
                 else:
                     self._look_into(inner, one, code)
         if not (isinstance(value, (type, ModuleType)) and is_pytorchs(value)):
-            for attribute in self._names(code):
+            for attribute in self._known(code).names:
                 self._note_attribute(name, value, attribute, code)
 
     def _note_attribute(self, name: str, owner: Any, key: str, code: CodeType) -> None:
@@ -232,7 +242,7 @@ class Called:
                 break
             return
         else:
-            if key not in texts_in(code):
+            if key not in self._known(code).texts:
                 return
         if type(table) is dict and not isinstance(owner, (nn.Module, ModuleType)):
             # The object's own may get this name: it hides the class's, and `hasattr` may ask.
@@ -240,7 +250,7 @@ class Called:
 
     def _note_closures(self) -> None:
         """Note the cells of the functions that have run, which only their functions lead to."""
-        codes = [self._codes[key][0] for key in self._closures if key in self._codes]
+        codes = [self._codes[key].code for key in self._closures if key in self._codes]
         for function in gc.get_referrers(*codes) if codes else ():
             if not isinstance(function, FunctionType) or not function.__closure__:
                 continue
