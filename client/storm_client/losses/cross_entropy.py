@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from storm_client.eager.function_modes import Watching
 from storm_client.errors import UsageError
 from storm_client.hook_stack import function_modes
-from storm_client.losses.deferred import Deferred
+from storm_client.losses.deferred import Deferred, is_traced
 from storm_client.losses.log_probabilities import TILE_BYTES, log_probabilities, rows_that_fill
 from storm_client.losses.targets import IGNORED, Targets
 
@@ -49,7 +49,6 @@ __all__ = [
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS: Final = ("mean", "sum", "none")
 _PLAIN: Final = (Tensor, torch.nn.Parameter, Deferred)
-_PROOF_ROWS: Final = 4096
 _READ_IN_PLACE: Final = (2, 4)
 """Dimensions of logits for which PyTorch's backward pass reads the targets wherever they are."""
 
@@ -85,8 +84,8 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
 
     PyTorch's own function computes calls that gain nothing or have no tiles: less than a tile, one
     row without a batch, class probabilities, label smoothing with more than two dimensions, class
-    weights on a GPU (where PyTorch rounds a product and its sum at once), invalid arguments, tensor
-    subclasses, forward-mode differentiation, `torch.func`, compiled code and `compile_step`.
+    weights, invalid arguments, tensor subclasses, forward-mode differentiation, `torch.func`,
+    traced or compiled code and `compile_step`.
 
     Args:
         input: logits (N, C) or (N, C, d1, ...) in float16, bfloat16, float32 or float64, on a CPU
@@ -141,21 +140,18 @@ def in_tiles(
     logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
 ) -> Tensor | None:
     """Return the loss, computed in tiles; None if PyTorch's own function has to compute it."""
-    if not is_plain(logits, target, options.weight):
+    if options.weight is not None or not is_plain(logits, target):
         return None
     if not _has_tiles(logits, target, options, dtype):
         return None
-    computed, weight = _computed_in(logits, dtype), options.weight
-    if weight is not None and not _may_weigh(weight, logits, computed, options.reduction):
-        return None
-    classes = logits.shape[1]
+    classes, computed = logits.shape[1], _computed_in(logits, dtype)
     check_targets(target, classes, options.ignore_index)
     if logits.dim() not in _READ_IN_PLACE:
         target = target.contiguous()
     rows = Targets.of(target, classes, options.ignore_index)
     smoothing = options.label_smoothing > 0
     cast = logits.dtype if dtype is None else dtype
-    picked, sums = log_probabilities(logits, rows, weight, computed, cast=cast, smoothing=smoothing)
+    picked, sums = log_probabilities(logits, rows, computed, cast=cast, smoothing=smoothing)
     return loss_of(picked, sums, rows, options, classes)
 
 
@@ -183,7 +179,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._functorch.maybe_current_level() is not None:
         return False
-    if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
+    if forward_ad._current_level >= 0 or is_traced():
         return False
     return all(one is None or type(one) in _PLAIN for one in tensors)
 
@@ -277,37 +273,6 @@ class _SeenLogSoftmax(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def _may_weigh(weight: Tensor, logits: Tensor, computed: torch.dtype, reduction: str) -> bool:
-    """Return whether a weighted loss equals the loss of weighted log-probabilities."""
-    if weight.shape != logits.shape[1:2] or weight.dtype != computed or weight.requires_grad:
-        return False
-    if weight.device.type != "cpu" or logits.device.type != "cpu":
-        return False
-    if torch.is_autocast_enabled("cpu") and computed != torch.float32:
-        return False  # autocast may give nll_loss another type
-    return reduction == "none" or _weighs_products(computed, logits.dim())
-
-
-@lru_cache(maxsize=64)
-def _weighs_products(dtype: torch.dtype, dims: int) -> bool:
-    """Return whether nll_loss adds rounded products: not if product and sum are one operation."""
-    random = torch.Generator().manual_seed(0)
-    shape = (_PROOF_ROWS, 3) if dims == 2 else (64, 3, 1, _PROOF_ROWS // 64)
-    values = torch.rand(shape, generator=random).neg_().to(dtype)
-    weight = torch.rand(3, generator=random).to(dtype)
-    target = torch.randint(3, shape[:1] + shape[2:], generator=random)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        picked = values.gather(1, target.unsqueeze(1)).squeeze(1)
-        rows = Targets.of(target, 3, IGNORED)
-        return all(
-            torch.equal(
-                F.nll_loss(values, target, weight, reduction=reduction),
-                _nll(picked, rows, weight, reduction),
-            )
-            for reduction in ("sum", "mean")
-        )
-
-
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     """Raise IndexError for a target that is no class, if its content can be read without a wait.
 
@@ -353,41 +318,33 @@ def _nll(picked: Tensor, rows: Targets, weight: Tensor | None, reduction: str) -
     """Return the negative log-likelihood of the targets' log-probabilities (N, ...)."""
     if weight is None:
         return _nll_of_column(picked, rows, reduction)
-    weights = _weights(weight, rows)
-    with _made_again(weights, lambda: _weights(weight, rows.source.now())):
-        weighted = picked * weights
+    # That of an ignored target may be infinite, and its gradient is 0 all the same.
+    weights = weight[rows.classes].masked_fill_(rows.ignored, 1)
+    weighted = picked * weights
     if reduction != "mean":
         return _nll_of_column(weighted, rows, reduction)
     return _nll_of_column(weighted, rows, "sum") / _nll_of_column(-weights, rows, "sum")
 
 
-def _weights(weight: Tensor, rows: Targets) -> Tensor:
-    """Return the weight of each target's class.
-
-    That of an ignored target may be infinite, and its gradient is 0 all the same.
-    """
-    return weight[rows.classes].masked_fill_(rows.ignored, 1)
-
-
 def _nll_of_column(numbers: Tensor, rows: Targets, reduction: str) -> Tensor:
-    with _made_again(rows.column, lambda: rows.source.now().column):
+    with _column_made_again(rows):
         return F.nll_loss(
             numbers.unsqueeze(1), rows.column, ignore_index=IGNORED, reduction=reduction
         )
 
 
-def _made_again(made: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[Any]:
-    """Return a context in which autograd does not save `made`, but makes it again.
+def _column_made_again(rows: Targets) -> AbstractContextManager[Any]:
+    """Return a context in which autograd does not save the column, but makes it again.
 
-    What else it saves there, perhaps with another shape, is of another type.
+    What else it saves there is floating. It may give the column another shape.
     """
     if not _hooks_are_enabled():
         return nullcontext()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.dtype == made.dtype else saved
+        return saved if saved.is_floating_point() else saved.shape
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
-        return make().reshape(packed) if isinstance(packed, torch.Size) else packed
+        return packed if isinstance(packed, Tensor) else rows.source.now().column.reshape(packed)
 
     return saved_tensors_hooks(pack, unpack)

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["ADVICE", "USE", "Deferred", "Root", "Watch"]
+__all__ = ["ADVICE", "USE", "Deferred", "Root", "Watch", "is_traced"]
 
 ADVICE: Final = 'pass loss="plain" to offload(), which has the copy made at once'
 
@@ -78,6 +81,10 @@ _READS_GRADIENT: Final[frozenset[Any]] = frozenset(
     )
 )
 """Functions through which a reader may see the tensor's gradient."""
+
+_Mode: Any = torch._C._TorchDispatchModeKey
+_TRACING: Final = (_Mode.FAKE, _Mode.FUNCTIONAL, _Mode.PROXY)
+"""Dispatch modes of what traces operations."""
 
 _Move = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -152,14 +159,10 @@ _APPLY: Final = torch.autograd.Function.apply.__func__.__code__  # type: ignore[
 
 
 class _Untraceable:
-    """An attribute that compilers ask of each tensor: they are refused, for others there is none.
-
-    In traced code a Deferred would become a tensor that is not in the graph.
-    """
+    """An attribute that compilers ask of each tensor: they are refused, others find none."""
 
     def __get__(self, deferred: Any, owner: Any = None) -> Any:
-        if TracingContext.try_get() is not None:
-            raise RuntimeError(f"compiled code reads float() of logits; {ADVICE}")
+        _check_untraced()
         raise AttributeError
 
 
@@ -201,14 +204,13 @@ class Deferred(Tensor):
 
         Raises:
             RuntimeError: another tensor of the root was modified in place, or this one by a custom
-                function.
+                function; or the reader is traced.
         """
+        _check_untraced()
         if self._materialized is None:
             self._node = self._present_node()
-            # In inference mode, too, it becomes a tensor that later readers may differentiate.
-            with torch.inference_mode(False):
-                with torch.no_grad():
-                    values = _moved(self.root.full_precision(), self._path)
+            with _undisturbed():
+                values = _moved(self.root.full_precision(), self._path)
                 self._materialized = values if self._node is None else self._with_values(values)
             self.root.track(self._materialized)
         if self._is_changed():
@@ -291,9 +293,33 @@ def _moved(tensor: Tensor, path: tuple[_Move, ...]) -> Tensor:
 
 def _full_precision(deferred: Deferred) -> Tensor:
     """Return its values for an operation below autograd, which is in the graph already."""
+    _check_untraced()
     deferred.root.check(only_reader=False)
-    with torch.inference_mode(False):
+    with _undisturbed():
         return _moved(deferred.root.full_precision(), deferred._path)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Have results be tensors for later readers, too, whatever the present one runs in.
+
+    Those of inference mode have no gradient, and those of transforms of torch.func end with them.
+    """
+    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def is_traced() -> bool:
+    """Return whether this thread's operations are traced, or have results without values."""
+    if TracingContext.try_get() is not None or torch._C._get_tracing_state() is not None:
+        return True
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+
+
+def _check_untraced() -> None:
+    """Raise RuntimeError in traced code, where the tensor itself would be a constant."""
+    if is_traced():
+        raise RuntimeError(f"traced or compiled code reads float() of logits; {ADVICE}")
 
 
 def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

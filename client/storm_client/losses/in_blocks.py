@@ -1,7 +1,7 @@
 """PyTorch's own cross-entropy, in tiles inside an offload block: same bits, less memory.
 
-Losses end in `torch.nn.functional.cross_entropy`, those of `nn.CrossEntropyLoss`, transformers and
-TRL among them. Scripts also hold the function under names of their own. So the function object
+Losses end in `torch.nn.functional.cross_entropy`, those of `nn.CrossEntropyLoss` and transformers
+among them. Scripts also hold the function under names of their own. So the function object
 stays the same, and its code is replaced once by code that calls this module. Outside of an offload
 block of the calling thread, and in any case of doubt, PyTorch's code runs.
 
@@ -121,7 +121,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
 
 def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None:
     """Return the loss; None if PyTorch's function has to compute it, or to raise an error."""
-    if target is None or not is_plain(target, options.weight):
+    if target is None or not is_plain(target):
         return None
     if not is_eligible(logits) or not logits.dim():
         return None
@@ -179,8 +179,7 @@ class _Call(NamedTuple):
 
     def kind(self) -> tuple[Any, ...]:
         """Return all that may decide which code of PyTorch runs, except the number of rows."""
-        logits, weight = self.logits, self.options.weight
-        device = logits.device
+        logits, device = self.logits, self.logits.device
         return (
             device,
             logits.dtype,
@@ -189,7 +188,6 @@ class _Call(NamedTuple):
             logits.is_contiguous(),
             logits.data_ptr() % 16,
             self.target.dtype,
-            None if weight is None else (weight.dtype, weight.shape),
             self.options[1:],
             torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
             torch.are_deterministic_algorithms_enabled(),

@@ -43,7 +43,6 @@ _TOGETHER: Final = (
 def log_probabilities(
     logits: Tensor,
     rows: Targets,
-    weight: Tensor | None,
     dtype: torch.dtype,
     *,
     cast: torch.dtype,
@@ -54,7 +53,6 @@ def log_probabilities(
     Args:
         logits: (N, C, ...) of more than a tile.
         rows: what there is for each target (N, ...).
-        weight: of each class (C), for the sums.
         dtype: type of the log-probabilities.
         cast: type to which logits are rounded before they are converted to `dtype`, and their
             gradient after it was computed in `dtype`.
@@ -70,7 +68,7 @@ def log_probabilities(
             half = half.detach()
             deferred = _DeferredInput(logits.root.watch, follower(logits, _NOT_TWICE))
     tiles = Tiles.of(logits if half is None else half, cast, dtype, smoothing)
-    given = _Given(half, deferred, rows, weight, tiles)
+    given = _Given(half, deferred, rows, tiles)
     apply: Any = _LogProbabilities.apply
     found: tuple[Tensor, Tensor | None] = apply(logits, given)
     return found
@@ -142,7 +140,6 @@ class _Given(NamedTuple):
     """The half-precision logits, if the logits are deferred."""
     deferred: _DeferredInput | None
     rows: Targets
-    weight: Tensor | None
     tiles: Tiles
 
 
@@ -152,14 +149,14 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, place: Tensor, given: _Given) -> tuple[Tensor, Tensor | None]:
         logits = place if given.half is None else given.half
-        index, weight, tiles = given.rows.classes, given.weight, given.tiles
+        index, tiles = given.rows.classes, given.tiles
         if tiles.kernels.forward:
             picked, sums, statistics = _forward_by_kernel(logits, index, tiles)
         else:
-            picked, sums, statistics = _forward_by_tiles(logits, index, weight, tiles)
+            picked, sums, statistics = _forward_by_tiles(logits, index, tiles)
         # The targets are saved for their version, which hooks keep.
         source = given.rows.source
-        ctx.save_for_backward(logits, source.target, weight, *statistics)
+        ctx.save_for_backward(logits, source.target, *statistics)
         ctx.source, ctx.tiles, ctx.deferred, ctx.passes = source, tiles, given.deferred, _Passes()
         return picked, sums
 
@@ -172,9 +169,9 @@ class _LogProbabilities(torch.autograd.Function):
         keeper = keeper_of(ctx)
         saved = _saved(ctx)
         own = is_held_by_graph_alone(saved, keeper, aliased=ctx.deferred is not None)
-        logits, _, weight, *statistics = saved
+        logits, _, *statistics = saved
         tiles, index = ctx.tiles, ctx.source.now().classes
-        spread = _Spread(index, grad_picked, grad_sums, weight)
+        spread = _Spread(index, grad_picked, grad_sums)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
         is_batched = _is_batched(grad_picked)
         if ctx.deferred is None:  # a gradient with a graph keeps all its tensors
@@ -310,14 +307,14 @@ _Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
 """The targets' log-probabilities, all rows' sums of them, and inputs of the backward kernel."""
 
 
-def _forward_by_tiles(logits: Tensor, index: Tensor, weight: Tensor | None, tiles: Tiles) -> _Found:
+def _forward_by_tiles(logits: Tensor, index: Tensor, tiles: Tiles) -> _Found:
     index = index.unsqueeze(1)
     picked, sums, statistics = [], [], []
     for begin, end in tiles.spans(len(logits)):
         log_probs = _log_softmax(logits[begin:end], tiles)
         picked.append(log_probs.gather(1, index[begin:end]).squeeze(1))
         if tiles.smoothing:
-            sums.append((log_probs if weight is None else log_probs * weight).sum(1))
+            sums.append(log_probs.sum(1))
         if tiles.kernels.backward:
             statistics.append(statistics_of(logits[begin:end], log_probs))
         del log_probs  # before the next are made
@@ -339,12 +336,11 @@ class _Spread(NamedTuple):
     classes: Tensor
     picked: Tensor
     sums: Tensor | None
-    weight: Tensor | None
 
     def part(self, begin: int, end: int) -> _Spread:
         """Return the gradient of some rows."""
         sums = None if self.sums is None else self.sums[begin:end]
-        return _Spread(self.classes[begin:end], self.picked[begin:end], sums, self.weight)
+        return _Spread(self.classes[begin:end], self.picked[begin:end], sums)
 
     def over(self, log_probs: Tensor) -> Tensor:
         """Return the gradient as a tensor of the log-probabilities' shape and type."""
@@ -352,9 +348,8 @@ class _Spread(NamedTuple):
         spread.scatter_(1, self.classes.unsqueeze(1), self.picked.unsqueeze(1))
         if self.sums is None:
             return spread
-        sums = self.sums.unsqueeze(1)
         # Before it adds, autograd rounds a gradient to the type of the differentiated tensor.
-        return spread.add_((sums if self.weight is None else sums * self.weight).to(spread.dtype))
+        return spread.add_(self.sums.unsqueeze(1).to(spread.dtype))
 
 
 def _log_softmax(logits: Tensor, tiles: Tiles) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,32 +12,20 @@ import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
-from storm_client.losses import in_blocks, upcasts
-from storm_client.losses.deferred import USE, Deferred
+from storm_client.losses import upcasts
+from storm_client.losses.deferred import Deferred
 from support.following import follow_by
 from support.peak_memory import peak_bytes
 from support.same_bits import same, set_tiles
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 ROWS, CLASSES = 200, 300
 
 
-@pytest.fixture(autouse=True)
-def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_tiles(monkeypatch, 4096)
-    monkeypatch.setattr(in_blocks, "_PROVED", in_blocks._Proved())
-    for name in ("_deferring", "_refused"):
-        monkeypatch.setattr(upcasts, name, set())
-    monkeypatch.setattr(USE, "differentiates_twice", False)
-    _be_pytorch_s()
-    yield
-    _be_pytorch_s()
-
-
-def _be_pytorch_s() -> None:
-    if "float" in Tensor.__dict__:
-        del Tensor.float
+pytestmark = pytest.mark.usefixtures("new_losses")
 
 
 @pytest.fixture
@@ -356,6 +344,44 @@ def test_compiled_code_that_reads_a_deferred_copy_is_refused(
     assert noted == [Deferred]
 
 
+def in_make_fx(logits: Tensor) -> Any:
+    return make_fx(lambda one: one.logsumexp(-1))(logits)
+
+
+@torch.no_grad()
+def in_trace(logits: Tensor) -> Any:
+    return torch.jit.trace(lambda one: one.argmax(-1), (logits,))
+
+
+def in_fake_mode(logits: Tensor) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("is_read_before", [False, True])
+@pytest.mark.parametrize("trace", [in_make_fx, in_trace, in_fake_mode])
+def test_traced_code_that_reads_a_deferred_copy_is_refused(
+    trace: Callable[[Tensor], Any], is_read_before: bool, offload: storm.Offload
+) -> None:
+    """What it traced would return the present values, whatever it is given."""
+    reads = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        if reads and is_read_before:
+            logits.sum()
+        return F.cross_entropy(logits, target) if not reads else trace(logits)
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    reads, noted = True, []
+    with offload, pytest.raises(RuntimeError, match=r"traced or compiled code.*loss=.plain"):
+        step(x, target, noted)
+    assert noted == [Deferred]
+
+
 def assert_same_once_deferred(
     step_that: Callable[[bool], Step],
     offload: storm.Offload,
@@ -387,6 +413,34 @@ def refused_once_deferred(
     with pytest.raises(RuntimeError, match=match):
         run(changed, offload, x, target)
     return run(changed, nullcontext(), x, target), run(changed, offload, x, target)
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vmap": lambda one: torch.vmap(lambda by: (one * by).logsumexp(-1).mean())(torch.rand(2)),
+    "jacfwd": lambda one: torch.func.jacfwd(lambda by: (one * by).logsumexp(-1).mean())(
+        torch.tensor(1.5)
+    ),
+    "jvp of its values": lambda one: torch.func.jvp(
+        lambda by: (one.detach() * by).logsumexp(-1), (torch.tensor(1.5),), (torch.ones(()),)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_function_that_is_transformed_reads_a_deferred_copy_of_its_surroundings(
+    transform: str, offload: storm.Offload
+) -> None:
+    def step_that(reads: bool) -> Step:
+        def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+            torch.manual_seed(3)
+            logits = (x * 2).float()
+            noted.append(type(logits))
+            found = TRANSFORMS[transform](logits).sum() if reads else 0.0
+            return F.cross_entropy(logits, target) + found
+
+        return step
+
+    assert_same_once_deferred(step_that, offload)
 
 
 def clamped(logits: Tensor) -> Any:
