@@ -16,6 +16,7 @@ from storm_client.arguments import size_of
 from storm_client.embedded import EmbeddedDaemon, shared_daemon
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.monitoring.summary import log_line
+from storm_client.native import SWITCH
 from storm_client.transport.daemon_loss import Supply
 from storm_client.transport.handshake import is_listening, socket_path
 from storm_client.transport.sessions import Sessions
@@ -175,7 +176,11 @@ def _looked() -> str:
 
 
 def _warn_of_unknown_variables() -> None:
-    for text in unknown_variables(os.environ).values():
+    texts = list(unknown_variables(os.environ).values())
+    native = os.environ.get(SWITCH) or "on"
+    if native not in ("on", "off"):
+        texts.append(f"variable {SWITCH} is {native!r}: write off or on")
+    for text in texts:
         warnings.warn(f"{text}; it has no effect", stacklevel=4)
 
 

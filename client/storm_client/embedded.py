@@ -114,10 +114,14 @@ class EmbeddedDaemon:
         deadline = time.monotonic() + START_SECONDS
         while not is_listening(self.address):
             if self._process.poll() is not None:
+                said = _end_of(log)
+                if "pool_bytes" in said.lower().replace("-", "_"):  # a script passes no such flag
+                    said += (
+                        "; for a private daemon, sizes are set by connect(pool_bytes=) and "
+                        "STORMD_POOL_BYTES"
+                    )
                 raise DaemonUnavailable(
-                    f"the embedded daemon ended with status {self._process.returncode}: "
-                    f"{_end_of(log)}; for a private daemon, sizes are set by "
-                    "connect(pool_bytes=) and STORMD_POOL_BYTES"
+                    f"the embedded daemon ended with status {self._process.returncode}: {said}"
                 )
             if time.monotonic() > deadline:
                 raise DaemonUnavailable(

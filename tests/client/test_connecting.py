@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,19 @@ def test_an_unknown_variable_is_warned_of(
     ):
         pass
     assert [str(one.filename) for one in warned] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("value", "warned"), [("0", 1), ("OFF", 1), ("off", 0), ("on", 0), ("", 0)]
+)
+def test_a_value_of_the_switch_that_has_no_effect_is_warned_of(
+    value: str, warned: int, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORMD_NATIVE", value)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        storm.connect(daemon.address, timeout=30).close()
+    message = f"variable STORMD_NATIVE is {value!r}: write off or on; it has no effect"
+    assert [str(one.message) for one in found] == [message] * warned
 
 
 def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:

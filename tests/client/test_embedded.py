@@ -67,6 +67,18 @@ def test_an_embedded_daemon_ends_with_its_client(
     assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
+@pytest.mark.parametrize(
+    ("name", "speaks_of_size"), [("STORMD_MAX_SESSIONS", False), ("STORMD_POOL_BYTES", True)]
+)
+def test_only_a_daemon_that_fails_for_its_size_is_said_how_to_size_it(
+    name: str, speaks_of_size: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "banana")
+    with pytest.raises(storm.DaemonUnavailable, match=f"{name}.*'banana'") as raised:
+        storm.connect(embedded="always", timeout=30)
+    assert ("connect(pool_bytes=)" in str(raised.value)) is speaks_of_size
+
+
 def test_an_embedded_daemon_ends_with_a_killed_client_and_with_no_forked_child(run: Run) -> None:
     [line] = run("""
         import os, signal, storm_client
