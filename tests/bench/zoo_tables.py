@@ -24,7 +24,7 @@ TURNS: Final = {
     "GPT, width 4096, 4 layers, 32,768 tokens": 69,
     "Llama 8B, 8 layers, 8,192 tokens": 68,
     "Llama 8B, 8 layers, LoRA": 66,
-    "Llama, 12 small layers": 67,
+    "Llama, 12 small layers": 87,
     "Llama, width 2048, 10 layers": 70,
     "Llama, width 2048, LoRA of rank 16": 56,
     "Llama with Liger kernels": 73,
