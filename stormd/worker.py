@@ -41,8 +41,6 @@ from stormd.workers.plan import WorkerPlace, config_of, shares_pool
 
 __all__ = ["main"]
 
-log = logging.getLogger(__name__)
-
 REPORT_SECONDS: Final = 0.5
 """Least time between two reports of the progress of pinning."""
 

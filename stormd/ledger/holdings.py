@@ -226,6 +226,8 @@ def assert_session(record: Session) -> None:
     if record.waiting:
         first = record.entries[record.tickets[next(iter(record.waiting))].entry]
         assert first.block is None, "a restore whose turn it is was not started"
+    for reserved in record.ranges.values():
+        reserved.assert_invariants()
 
 
 def _charge(entry: Entry) -> int:

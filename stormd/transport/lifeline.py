@@ -9,7 +9,6 @@ is called.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,8 +22,6 @@ from stormd.transport.listener import Listener, received
 from stormd.transport.sessionless import Sessionless
 
 __all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]
-
-log = logging.getLogger(__name__)
 
 GREETING_SECONDS: Final = 5.0
 """Time in which a connection must send its token."""

@@ -32,7 +32,7 @@ class Shape:
 class Block(nn.Module):
     """Attention, then an MLP, each on the normalised input; the output is added to the input."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.norm_attention = nn.LayerNorm(shape.width)
@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(shape.width)
         self.up = nn.Linear(shape.width, 4 * shape.width)
         self.down = nn.Linear(4 * shape.width, shape.width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the shape [rows, length, width] of its input."""
@@ -64,11 +64,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps bytes to the loss of predicting each next byte."""
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.1) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, shape.width)
         self.places = nn.Embedding(shape.length, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape, dropout) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight

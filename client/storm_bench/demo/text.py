@@ -20,14 +20,14 @@ VOCABULARY: Final = 256
 _TEXT_BYTES: Final = 1 << 20
 
 
-def standard_library_text(nbytes: int = _TEXT_BYTES) -> bytes:
-    """Return the first `nbytes` bytes of the library's modules in the order of their names."""
+def standard_library_text() -> bytes:
+    """Return the first MiB of the library's modules in the order of their names."""
     text = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes()
-        if len(text) >= nbytes:
+        if len(text) >= _TEXT_BYTES:
             break
-    return bytes(text[:nbytes])
+    return bytes(text[:_TEXT_BYTES])
 
 
 class Corpus:

@@ -84,13 +84,10 @@ class Gpt(nn.Module):
         return found
 
 
-def attention(device: torch.device, *, exact: bool = False) -> AbstractContextManager[None]:
-    """Return a context that selects the attention: flash on a GPU, else the math version.
-
-    `exact` selects the math version everywhere: flash attention's backward is not deterministic.
-    """
-    flash = SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH
-    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH if exact else flash)
+def attention(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that selects the attention: flash on a GPU, else the math version."""
+    backend = SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH
+    context: AbstractContextManager[None] = sdpa_kernel(backend)
     return context
 
 

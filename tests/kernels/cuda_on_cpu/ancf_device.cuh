@@ -132,7 +132,5 @@ template <class T>
 DEVICE void fetch_or(T *address, T value) { *address |= value; }
 template <class T>
 DEVICE void fetch_min(T *address, T value) { if (value < *address) *address = value; }
-template <class T>
-DEVICE void fetch_max(T *address, T value) { if (value > *address) *address = value; }
 DEVICE void memory_fence() {}
 DEVICE void pause() { emulation::yield(); }

@@ -123,8 +123,6 @@ DEVICE void updates(Lane &lane, Cell *own) {
   lane.put("fetch_or, 64 bits", own->wide);
   fetch_min(&own->wide, lane.other_wide());
   lane.put("fetch_min, 64 bits", own->wide);
-  fetch_max(&own->wide, lane.wide());
-  lane.put("fetch_max, 64 bits", own->wide);
 
   own->counter = c;
   lane.put("take_number, before", take_number(&own->counter));

@@ -31,7 +31,6 @@ from stormd.memory.host_pool import HostPool
 from stormd.protocol import PROTOCOL_VERSION, Hello
 from stormd.protocol.timeline import POISON, STORED
 
-KIB = 1 << 10
 MIB = 1 << 20
 POOL = 8 * MIB
 

@@ -22,7 +22,6 @@
 #include "kernels.h"
 
 #define BLOCK_COLUMNS (8 * VECTOR_BYTES)
-#define BLOCK_LANES (BLOCK_COLUMNS / LANE_COLUMNS)
 
 /* Blocks after which int32 sums are added to 64-bit sums: a lane of add_products may gain 2^18 per
  * block, and the sum of all lanes over so many blocks of at most 512 columns is below 2^30. */

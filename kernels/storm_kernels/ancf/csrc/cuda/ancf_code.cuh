@@ -23,7 +23,6 @@ struct Code {
   static constexpr u32 kPlaneBits = kResidue + kFirst;
 
   static constexpr u64 kMask = kBits == 64 ? ~0ull : (1ull << kBits % 64) - 1;
-  static constexpr u64 kResidueMask = (1ull << kResidue) - 1;
   static constexpr u64 kDropMask = (1ull << kDrop) - 1;
 
   DEVICE static u64 turned(Element x) {

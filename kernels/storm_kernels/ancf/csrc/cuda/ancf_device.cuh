@@ -143,7 +143,6 @@ DEVICE void fetch_or(u32 *address, u32 value) { atomicOr(address, value); }
 DEVICE void fetch_or(u64 *address, u64 value) { atomicOr(address, value); }
 DEVICE void fetch_min(u32 *address, u32 value) { atomicMin(address, value); }
 DEVICE void fetch_min(u64 *address, u64 value) { atomicMin(address, value); }
-DEVICE void fetch_max(u64 *address, u64 value) { atomicMax(address, value); }
 DEVICE void memory_fence() { __threadfence(); }
 
 /* Lets other warps run while this thread waits for a word of another block. */

@@ -87,7 +87,7 @@ struct Traits {
   u32 width, mantissa;
   bool is_float, is_signed;
 };
-constexpr u32 kBytesType = 0, kBoolType = 7, kDtypes = 19;
+constexpr u32 kBoolType = 7, kDtypes = 19;
 
 DEVICE Traits traits_of(u32 dtype) {
   switch (dtype) {
