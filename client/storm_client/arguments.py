@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain
 from typing import Any
@@ -14,14 +14,13 @@ from torch._library.custom_ops import CustomOpDef
 
 from storm_client.eager.plan_maker import PlanOptions
 from storm_client.errors import UsageError
-from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
+from stormd.protocol import BUDGET_VARIABLE, parse_budget
 from stormd.protocol.sizes import parse_size
 
 __all__ = [
     "Layer",
     "Modules",
-    "check_codec",
-    "check_loss",
+    "check_choice",
     "check_options",
     "layers_of",
     "modules_of",
@@ -90,24 +89,14 @@ def size_of(value: int | str, name: str) -> int:
     raise UsageError(f"{name} is {value!r}; pass a number of bytes, or a size as '1MiB'")
 
 
-def check_codec(codec: str) -> None:
-    """Check that `codec` is a known codec.
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Check that `value` is one of the `choices` for the argument `name`.
 
     Raises:
-        UsageError: the codec is unknown.
+        UsageError: it is not.
     """
-    if codec not in CODECS:
-        raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
-
-
-def check_loss(loss: str) -> None:
-    """Check that `loss` is a known way to compute losses.
-
-    Raises:
-        UsageError: the value is unknown.
-    """
-    if loss not in _LOSSES:
-        raise UsageError(f"loss is {loss!r}; choose {' or '.join(map(repr, _LOSSES))}")
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}; choose {' or '.join(choices)}")
 
 
 def plan_options(
@@ -126,8 +115,7 @@ def plan_options(
         parsed = parse_budget(_plain(budget))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if verify not in _VERIFY:
-        raise UsageError(f"verify is {verify!r}; choose {' or '.join(_VERIFY)}")
+    check_choice("verify", verify, ("learn", "always"))
     if isinstance(replay, bool):
         return PlanOptions(parsed, verify == "always", replay)
     several = isinstance(replay, Iterable) and not isinstance(replay, str)
@@ -201,9 +189,6 @@ def _plain(value: Any) -> Any:
     """Return a number of NumPy as Python's: sizes and fractions are often computed with NumPy."""
     return value.item() if isinstance(value, np.generic) else value
 
-
-_VERIFY = ("learn", "always")
-_LOSSES = ("tiled", "plain")
 
 _LAYERS = (
     "pass modules of the model, as in layers=model.blocks, their class, or names that "

@@ -13,8 +13,7 @@ from typing import Any, Never
 from storm_client.arguments import (
     Layer,
     Modules,
-    check_codec,
-    check_loss,
+    check_choice,
     check_options,
     layers_of,
     modules_of,
@@ -25,8 +24,9 @@ from storm_client.cache.names import Cache
 from storm_client.connecting import TIMEOUT, Embedded, OnDaemonLoss, connected, shared_supply
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.monitoring.status import DaemonStatus
-from storm_client.offloading import Offload
+from storm_client.offloading import Offload, OffloadOptions
 from storm_client.transport.daemon_loss import Supply
+from stormd.protocol import CODECS
 
 __all__ = ["Client", "connect", "offload"]
 
@@ -100,15 +100,16 @@ class Client:
         sessions = self._supply.current()
         _check_options(unknown)
         least = size_of(min_bytes, "min_bytes")
-        check_codec(codec)
-        check_loss(loss)
+        check_choice("codec", codec, CODECS)
+        check_choice("loss", loss, ("tiled", "plain"))
         modules = modules_of(model)
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
         options = plan_options(budget, verify, replay)
         named = layers_of(layers, modules)
-        return Offload.of(self._supply, modules, least, codec, options, layers=named, loss=loss)
+        made = OffloadOptions(tuple(modules), least, codec, options, named, loss)
+        return Offload.of(self._supply, made)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

@@ -13,21 +13,26 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import call, is_, methodcaller
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from storm_client.errors import UsageError
 
+if TYPE_CHECKING:
+    from storm_client.hooks import StepHooks
+    from storm_client.native import _follow
+    from storm_client.offloading import Offload
+
 __all__ = [
     "BlockExit",
-    "BlockStep",
     "Blocks",
     "Stacks",
+    "Watcher",
     "function_modes",
     "innermost",
     "set_modes",
@@ -103,43 +108,9 @@ def innermost() -> Any:
     return getattr(owner, "owner", owner)  # compiled hooks have an owner written in Python
 
 
-class Watcher(Protocol):
-    """Compiled code that watches a thread's calls; both methods are written in C."""
-
-    def watch(self) -> None:
-        """Watch this thread's calls from now on."""
-        ...
-
-    def unwatch(self) -> None:
-        """Stop watching; does nothing if this object is not watching."""
-        ...
-
-
-class BlockStep(Protocol):
-    """The step of a block."""
-
-    def end(self) -> None:
-        """Note that the block has ended without an exception."""
-        ...
-
-    def abandon(self) -> None:
-        """Note that an exception has ended the block."""
-        ...
-
-    @property
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """The pack hook (tensor to autograd's object) and the unpack hook (object to tensor)."""
-        ...
-
-    @property
-    def mode(self) -> TorchFunctionMode | None:
-        """The function mode of the block, or None."""
-        ...
-
-    @property
-    def watchers(self) -> Sequence[Watcher]:
-        """The watchers of the operators that the block calls."""
-        ...
+Watcher: TypeAlias = "_follow.CallLog | _follow.Follower | _follow.Launches"
+"""Compiled code that watches a thread's calls. Its methods are written in C, and `unwatch` does
+nothing if it is not watching."""
 
 
 class _Guard(weakref.ref["partial[None]"]):
@@ -168,7 +139,7 @@ class _Block:
 
     __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guards")
 
-    def __init__(self, entered: BlockStep, *pops: Callable[[], object]) -> None:
+    def __init__(self, entered: StepHooks, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode: TorchFunctionMode | None = None
@@ -191,7 +162,7 @@ class Blocks(threading.local):
         """Note `exit_call`, the object that will end the next block."""
         self._next_exit = weakref.ref(exit_call)
 
-    def enter(self, entered: BlockStep) -> None:
+    def enter(self, entered: StepHooks) -> None:
         """Push the hooks and the mode of `entered`, and start its watchers."""
         hooks, mode = entered.hooks, entered.mode
         watchers = entered.watchers
@@ -277,19 +248,10 @@ def _remove_mode(mode: TorchFunctionMode) -> None:
 _TAKE_OFF = methodcaller("pop")
 
 
-class HasBlocks(Protocol):
-    """A context manager whose `__enter__` calls `blocks.enter`."""
+class BlockExit:
+    """The `__exit__` of an Offload: each look-up returns a new object."""
 
-    blocks: Blocks
-
-
-Manager = TypeVar("Manager", bound=HasBlocks)
-
-
-class BlockExit(Generic[Manager]):
-    """The `__exit__` of a context manager: each look-up returns a new object."""
-
-    def __get__(self, manager: Manager | None, owner: type[Manager]) -> Callable[..., None]:
+    def __get__(self, manager: Offload | None, owner: type[Offload]) -> Callable[..., None]:
         """Return the function that ends the next block."""
         if manager is None:
             return _exit_unguarded
@@ -300,13 +262,11 @@ class BlockExit(Generic[Manager]):
 
 @untraced
 def _exit(
-    manager: HasBlocks, blocks: list[_Block], kind: type[BaseException] | None, *_: object
+    manager: Offload, blocks: list[_Block], kind: type[BaseException] | None, *_: object
 ) -> None:
     manager.blocks.exit(blocks, kind)
 
 
 @untraced
-def _exit_unguarded(
-    manager: HasBlocks, kind: type[BaseException] | None = None, *_: object
-) -> None:
+def _exit_unguarded(manager: Offload, kind: type[BaseException] | None = None, *_: object) -> None:
     manager.blocks.exit([], kind)

@@ -10,7 +10,7 @@ import warnings
 from copy import deepcopy
 from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,15 +36,26 @@ from storm_client.planner.machine import TransferFigures
 from storm_client.policy import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from storm_client.planner.plan import Plan
     from storm_client.transport.daemon_loss import Supply
 
-__all__ = ["Offload"]
+__all__ = ["Offload", "OffloadOptions"]
 
 SETTLE_SECONDS = 1.0
 """Seconds that stats() waits until the daemon has encoded the latest stores."""
+
+
+class OffloadOptions(NamedTuple):
+    """The options of an Offload, checked."""
+
+    modules: tuple[torch.nn.Module, ...]
+    min_bytes: int
+    codec: str
+    options: PlanOptions
+    layers: tuple[torch.nn.Module, ...]
+    """Those whose calls in a block are checkpointed."""
+    loss: str
+    """How losses are computed: "tiled" or "plain"."""
 
 
 class Offload:
@@ -62,41 +73,16 @@ class Offload:
         )
 
     @classmethod
-    def of(
-        cls,
-        supply: Supply,
-        modules: Iterable[torch.nn.Module],
-        min_bytes: int,
-        codec: str,
-        options: PlanOptions,
-        *,
-        layers: tuple[torch.nn.Module, ...],
-        loss: str,
-    ) -> Offload:
-        """Return an Offload that uses the sessions of a client; the client ends them.
-
-        Calls of `layers` in its blocks are checkpointed. `loss` is "tiled" or "plain".
-        """
+    def of(cls, supply: Supply, options: OffloadOptions) -> Offload:
+        """Return an Offload that uses the sessions of a client; the client ends them."""
         offload = cls.__new__(cls)
-        daemon = _Daemon(supply)
-        offload._begin(daemon, modules, min_bytes, codec, options, layers=layers, loss=loss)
+        offload._begin(_Daemon(supply), options)
         return offload
 
-    def _begin(
-        self,
-        daemon: _Daemon,
-        modules: Iterable[torch.nn.Module],
-        min_bytes: int,
-        codec: str,
-        options: PlanOptions,
-        *,
-        layers: tuple[torch.nn.Module, ...],
-        loss: str,
-    ) -> None:
+    def _begin(self, daemon: _Daemon, options: OffloadOptions) -> None:
         self._daemon = daemon
-        self._modules = tuple(modules)
-        self._policy = Policy(self._modules, min_bytes)
-        self._codec = codec
+        self._options = options
+        self._policy = Policy(options.modules, options.min_bytes)
         self._recorder = StatsRecorder()
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
@@ -105,15 +91,14 @@ class Offload:
         self._traces = Traces()
         self._compiled = CompiledModels()
         self._planning = Planning(
-            options,
+            options.options,
             self._recorder.ratio,
-            Layers(self._modules),
+            Layers(options.modules),
             daemon.figures,
             daemon.latest_figures,
         )
-        self._layers = CheckpointedLayers(layers)
-        self._loss = loss
-        if loss == "tiled":
+        self._layers = CheckpointedLayers(options.layers)
+        if options.loss == "tiled":
             in_blocks.substitute()
         self.blocks = Blocks()
 
@@ -142,18 +127,18 @@ class Offload:
             self._advise(self._advising)
         sessions.sweep()
         self._policy.refresh()
-        self._compiled.warn_if_compiled(self._modules)
+        self._compiled.warn_if_compiled(self._options.modules)
         step = StepHooks(
             sessions,
             self._policy,
-            self._codec,
+            self._options.codec,
             self._recorder,
             self._history,
             planning=self._planning,
             keeps_without_daemon=supply.keeps_without_daemon,
             traces=self._traces,
             layers=self._layers,
-            tiles_losses=self._loss == "tiled",
+            tiles_losses=self._options.loss == "tiled",
             compiled=self._compiled if self._first_steps.is_pending else None,
         )
         line = self._planning.settled_line()
@@ -218,31 +203,18 @@ class Offload:
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         """Return an Offload of the same client for the copied modules, with its own statistics."""
         copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
-        copied._begin(
-            _Daemon(self._daemon.supply),
-            deepcopy(self._modules, memo),
-            self._policy.min_bytes,
-            self._codec,
-            self._planning.options,
-            layers=deepcopy(self._layers.modules, memo),
-            loss=self._loss,
-        )
+        modules, layers = deepcopy((self._options.modules, self._options.layers), memo)
+        options = self._options._replace(modules=modules, layers=layers)
+        copied._begin(_Daemon(self._daemon.supply), options)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options of the Offload: all other state belongs to this process."""
-        return {
-            "modules": self._modules,
-            "min_bytes": self._policy.min_bytes,
-            "codec": self._codec,
-            "options": self._planning.options,
-            "layers": self._layers.modules,
-            "loss": self._loss,
-        }
+        return self._options._asdict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start anew; the first block connects to a daemon."""
-        self._begin(_Daemon(None), **state)
+        self._begin(_Daemon(None), OffloadOptions(**state))
 
     def _warn_if_little_offloaded(self) -> None:
         """Warn if the first steps offloaded little of their activations; `__enter__` calls this."""
@@ -252,7 +224,7 @@ class Offload:
             return
         # Checkpointed layers do not hand their parameters over to the saved-tensor hooks.
         named = set(map(id, modules_inside(self._layers.modules)))
-        outside = (part for part in modules_inside(self._modules) if id(part) not in named)
+        outside = (part for part in modules_inside(self._options.modules) if id(part) not in named)
         parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
         text = advice(totals, steps, self._policy.min_bytes, parameters)
         activations = totals.stats.saved_bytes - sum(

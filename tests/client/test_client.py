@@ -32,7 +32,7 @@ def test_status(client: storm.Client, daemon: DaemonProcess) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"codec": "zip"}, "codec is 'zip'.*ancf, raw"),
+        ({"codec": "zip"}, "codec is 'zip'.*ancf or raw"),
         ({"min_bytes": -1}, "min_bytes is -1"),
         ({"min_bytes": 1.5}, "min_bytes is 1.5"),
         ({"budget": "much"}, "budget is 'much'.*least, fit"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import storm_client as storm
 import torch
-from storm_client.eager import plan_maker
+from storm_client.eager import plan_maker, signature
+from storm_client.eager.events import RecordedValue
 from storm_client.planner.machine import CPU, Machine, TransferFigures
-from storm_client.planner.problem import Value
+from storm_client.planner.problem import Problem, Value
 from storm_client.planner.search import PREDICTED, PlanResult, PlanSearch
 from storm_client.transport.daemon_loss import Supply
 
@@ -16,7 +18,9 @@ __all__ = [
     "FREE_REPLAYS",
     "SOME_REPLAYS",
     "Took",
+    "latest_problem",
     "mind_the_device_alone",
+    "offload_products",
     "replay_all",
     "value",
 ]
@@ -56,11 +60,29 @@ def replay_all(monkeypatch: pytest.MonkeyPatch, machine: Machine = FREE_REPLAYS)
     mind_the_device_alone(monkeypatch)
 
 
+def offload_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every plan offload all products, wherever they are made, and recompute all else."""
+    planned = RecordedValue.planned
+    untimed = lambda value: replace(planned(value), seconds=0.0)  # noqa: E731
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: SOME_REPLAYS)
+    mind_the_device_alone(monkeypatch)
+    monkeypatch.setattr(RecordedValue, "planned", untimed)
+    monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())
+
+
 def mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no plans be compared."""
     predicted = {PREDICTED: PlanResult(0.0, 0)}
     settled = lambda *_, **__: PlanSearch(is_settled=True, results=dict(predicted))  # noqa: E731
     monkeypatch.setattr(plan_maker, "search_for", settled)
+
+
+def latest_problem(offload: storm.Offload) -> Problem:
+    """Return what the plan of the latest step is made from."""
+    planning = offload._planning
+    assert planning._signatures.latest is not None
+    return planning.maker.problem(planning._signatures.latest)
 
 
 def value(

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
 
-from storm_client.arguments import check_codec, plan_options, size_of
+from storm_client.arguments import check_choice, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import Partitioner
@@ -30,7 +30,7 @@ from storm_client.connecting import shared_supply
 from storm_client.errors import UsageError
 from storm_client.monitoring.compiled_models import backend_of
 from storm_client.transport.daemon_loss import Supply
-from stormd.protocol import Budget
+from stormd.protocol import CODECS, Budget
 
 __all__ = ["compiled", "compiled_of", "stormd", "supply_of"]
 
@@ -60,10 +60,9 @@ class _Asked:
         budget = plan_options(rest.pop("budget", None), "learn", replay=False).budget
         codec = rest.pop("codec", "ancf")
         min_bytes = size_of(rest.pop("min_bytes", MIN_BYTES), "min_bytes")
-        check_codec(codec)
+        check_choice("codec", codec, CODECS)
         codegen = rest.pop("codegen", "inductor")
-        if codegen not in _GENERATORS:
-            raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
+        check_choice("codegen", codegen, _GENERATORS)
         from storm_client.compile.inductor import inductor_options  # loads Inductor
 
         patches = inductor_options(mode, rest)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from storm_client.compile.target import Graph, Target
-    from storm_client.saved.ranges import Handle, Holder, StoredRange
+    from storm_client.saved.ranges import Handle, StoredRange
     from storm_client.transport.session import Session
 
 __all__ = ["LATEST", "Announced", "Stored", "Trail"]
@@ -38,7 +38,7 @@ class Stored:
 
     def fetch(self) -> None:
         """Announce the value, and begin to fetch all announced values, in this order."""
-        session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
+        session = self.session
         if not session.has_in_place:
             self._trail.announce(session)
         self.announce()
@@ -46,14 +46,14 @@ class Stored:
         self._trail.has_begun(self._number)
 
     @property
-    def holder(self) -> Holder:
-        """The holder of its bytes."""
+    def session(self) -> Session:
+        """The session that has its bytes."""
         return self._handle.record.session
 
     def announce(self) -> None:
         """Expect that the value is waited for after all values announced before."""
         record = self._handle.record
-        self._target.announced(record.session).add(record)  # type: ignore[arg-type]
+        self._target.announced(record.session).add(record)
 
     def restore(self) -> torch.Tensor:
         """Return the value."""
@@ -68,7 +68,7 @@ class Stored:
             located = record.session.load(handle, is_first=target.record_restore())
         except DaemonLost as loss:
             raise lost_in_backward(loss, keeps=target.supply.keeps_without_daemon) from loss
-        target.announced(record.session).remove(record)  # type: ignore[arg-type]
+        target.announced(record.session).remove(record)
         if not located.is_original:
             target.recorder.restored(perf_counter() - began)
         self._trail.has_restored(self._number)
@@ -155,12 +155,12 @@ class Trail:
         self._stored[number] = weakref.ref(stored)
         LATEST.trail = weakref.ref(self)
 
-    def announce(self, session: Holder) -> None:
+    def announce(self, session: Session) -> None:
         """Announce all values of the run that a session has, unless that was done."""
         if not self._is_announced:
             self._is_announced = True
             for stored in self._living(self._graph.order):
-                if stored.holder is session:
+                if stored.session is session:
                     stored.announce()
 
     def has_begun(self, number: int) -> None:

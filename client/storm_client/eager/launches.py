@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,6 +33,7 @@ from storm_client.eager.kernel_accesses import accesses_of
 from storm_client.hook_stack import untraced
 
 if TYPE_CHECKING:
+    from storm_client.eager.recorder import Recorder
     from storm_client.native import Native, _follow
 
 __all__ = ["Kernel", "Launch", "LaunchSink", "LaunchWatch", "watch_launches"]
@@ -123,17 +124,8 @@ class Launch(NamedTuple):
     """The number of tensors written in place."""
 
 
-class LaunchSink(Protocol):
-    """Receives the launches of a thread."""
-
-    @property
-    def launched(self) -> Callable[..., None]:
-        """Records a launch, given the fields of a `Launch`."""
-        ...
-
-    def overwritten(self, tensor: torch.Tensor) -> None:
-        """Record that a launch has written to memory that may have been in use."""
-        ...
+LaunchSink: TypeAlias = "Recorder | _follow.Follower"
+"""Receives the launches of a thread."""
 
 
 class LaunchWatch:

@@ -36,10 +36,10 @@ from storm_client.eager.calls import is_plain, outputs_of, replaced, tensors_amo
 from storm_client.eager.operations import Function
 from storm_client.eager.recompute import Input, Recipe
 from storm_client.eager.sources import OtherNumbers
-from storm_client.eager.step_times import Duration
 from storm_client.errors import StormError
 
 if TYPE_CHECKING:
+    from storm_client.eager.recorder import Span
     from storm_client.native import _follow
 
 __all__ = ["OperationTimes", "keep_busy"]
@@ -91,7 +91,7 @@ class OperationTimes:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         made: Any,
-        span: Duration | None = None,
+        span: Span | None = None,
         *,
         draw: _follow.Draw | None = None,
         casts: bool = True,
@@ -155,12 +155,12 @@ class _Repeated:
         )
         self._shortest = math.inf
         """Shortest time in seconds between the events of one operation."""
-        self._spans: deque[Duration] = deque()
+        self._spans: deque[Span] = deque()
         """Spans between events that the device, as far as is known, has not reached."""
         self._seconds: float | None = None
         """The answer, once it was asked for."""
 
-    def record_span(self, span: Duration) -> None:
+    def record_span(self, span: Span) -> None:
         """Record the span between the events of one operation, and evaluate spans already reached.
 
         Otherwise spans of steps that are never planned, such as failed ones, would accumulate.

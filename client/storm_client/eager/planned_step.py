@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from storm_client.eager.launches import LaunchWatch
-from storm_client.eager.proofs import Trial
+from storm_client.eager.proofs import Trial, UnchangedTrial
 from storm_client.eager.recorder import Mark, Recorder
 from storm_client.eager.recording import Recording
 from storm_client.eager.signature import StepSignature
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from storm_client.native import _follow
     from storm_client.planner.plan import Plan
     from storm_client.planner.problem import PlainLoss
-    from storm_client.saved.snapshots import ReadyTrial
 
 __all__ = ["PlannedStep"]
 
@@ -60,7 +59,7 @@ class PlannedStep:
         self.costs = self.planning.maker.costs
         self._began = perf_counter()
         self._tries = False
-        self._proofs: deque[Trial | ReadyTrial] = deque()
+        self._proofs: deque[Trial | UnchangedTrial] = deque()
         self._followed = None if self.script is None else self.record.script
         """The Python script from which the script for compiled code was made."""
         signature = self.record.signature
@@ -167,7 +166,7 @@ class PlannedStep:
         followed = self._followed
         return None if followed is None else self.trial(followed[position].value.number, nbytes)
 
-    def prove(self, trial: Trial | ReadyTrial) -> None:
+    def prove(self, trial: Trial | UnchangedTrial) -> None:
         """Record that a trial has found the same bits, if the step ends with the trial's signature.
 
         A step of another signature may write uncounted where this signature does not, or the

@@ -30,6 +30,7 @@ from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Result
+    from storm_client.eager.values import TrackedStorage
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -99,13 +100,6 @@ def check_input(version: SavedVersion) -> None:
         raise lost("changed", (shape, version.expected, version.token._version))
 
 
-class Overwritable(Protocol):
-    """A value of the step."""
-
-    is_overwritten: bool
-    """Whether its memory was modified uncounted."""
-
-
 class Source(Protocol):
     """An input of a recipe."""
 
@@ -165,7 +159,10 @@ class PackedInput:
     __slots__ = ("__weakref__", "_copy", "_packed", "_unpack", "_value")
 
     def __init__(
-        self, packed: Any, unpack: Callable[[Any], torch.Tensor], value: Overwritable | None = None
+        self,
+        packed: Any,
+        unpack: Callable[[Any], torch.Tensor],
+        value: TrackedStorage | None = None,
     ) -> None:
         """Hold what `unpack` returns for `packed`: the memory of `value`, or a copy if None."""
         self._packed = packed

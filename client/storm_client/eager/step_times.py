@@ -11,30 +11,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from storm_client.planner.search import Alternative
 
-__all__ = ["OBSERVED", "Duration", "StepTimes"]
+if TYPE_CHECKING:
+    from storm_client.eager.recorder import Span
+
+__all__ = ["OBSERVED", "StepTimes"]
 
 OBSERVED: Final = 2
 """Forward passes that are timed before the plan is made anew."""
 
 MAX_FILLED: Final = 0.25
 """Longest time in seconds to keep a device busy, so that its queue is full afterwards."""
-
-
-class Duration(Protocol):
-    """The duration of something on the device."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the device has reached the end, so that the next call does not wait."""
-        ...
-
-    def __call__(self) -> float:
-        """Return the seconds, and wait until they are known."""
-        ...
 
 
 class StepTimes:
@@ -48,14 +38,14 @@ class StepTimes:
         CPU-bound, this includes the device's waits for the thread."""
         self.pass_seconds = 0.0
         """Seconds of the latest forward pass that followed a plan, by the host's clock."""
-        self._full: tuple[Duration, float] | None = None
+        self._full: tuple[Span, float] | None = None
         """The time of a forward pass with a full device queue, and the step's share of the largest
         step."""
-        self._forwards: list[tuple[Duration, float]] = []
+        self._forwards: list[tuple[Span, float]] = []
         """The latest forward passes that are not in `window` yet, each with its step's share."""
-        self._turns: list[Duration] = []
+        self._turns: list[Span] = []
         """The latest turns."""
-        self._steps: deque[tuple[Alternative, Duration | None]] = deque()
+        self._steps: deque[tuple[Alternative, Span | None]] = deque()
         """Plans and times of steps whose time is not known yet, each from the begin of a block to
         the begin of the next. None for a step that is smaller than others."""
 
@@ -67,11 +57,11 @@ class StepTimes:
         """
         return self._is_on_gpu and self._full is None and 0 < self.pass_seconds <= MAX_FILLED
 
-    def record_full_queue(self, forward: Duration, share: float = 1.0) -> None:
+    def record_full_queue(self, forward: Span, share: float = 1.0) -> None:
         """Record such a forward pass, of a step with a `share` of the largest step's saves."""
         self._full = forward, share
 
-    def observe(self, forward: Duration, share: float = 1.0) -> bool:
+    def observe(self, forward: Span, share: float = 1.0) -> bool:
         """Record a forward pass that followed the plan; return whether `measure` has enough now.
 
         Call this only as long as there is no `window`.
@@ -79,7 +69,7 @@ class StepTimes:
         self._forwards = [*self._forwards, (forward, share)][-OBSERVED:]
         return len(self._forwards) == OBSERVED
 
-    def record_turn(self, turn: Duration) -> None:
+    def record_turn(self, turn: Span) -> None:
         """Record a turn: from the end of a forward pass to the backward pass's first request."""
         self._turns = [*self._turns, turn][-OBSERVED:]
 
@@ -112,7 +102,7 @@ class StepTimes:
             self._full = self._full[0], self._full[1] / factor
         self._forwards = [(forward, share / factor) for forward, share in self._forwards]
 
-    def record_step(self, alternative: Alternative, step: Duration | None) -> None:
+    def record_step(self, alternative: Alternative, step: Span | None) -> None:
         """Record the time of a step that has followed a plan; None for a smaller step."""
         self._steps.append((alternative, step))
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["Counted", "NativeCounts", "Tallies"]
+if TYPE_CHECKING:
+    from storm_client.native import _follow
 
-
-class Tallies(Protocol):
-    """Rows of counts and bytes, and seconds; implemented by the compiled module."""
-
-    def add_row(self) -> int:
-        """Return the number of a new row."""
-
-    def drain(self) -> tuple[list[tuple[int, int, int]], float]:
-        """Return row, count and bytes for each row counted since the last call, and the seconds."""
-
-    def seconds_an_operation(self) -> float | None:
-        """Return the thread's seconds for recomputing one operation; None if too few were."""
+__all__ = ["Counted", "NativeCounts"]
 
 
 class Counted(NamedTuple):
@@ -34,7 +24,7 @@ class Counted(NamedTuple):
 class NativeCounts:
     """Maps each row of some tallies to its meaning."""
 
-    def __init__(self, tallies: Tallies) -> None:
+    def __init__(self, tallies: _follow.Tallies) -> None:
         self.tallies = tallies
         self._rows: dict[tuple[str, str, str], int] = {}
         self._names: dict[int, tuple[str, str, str]] = {}

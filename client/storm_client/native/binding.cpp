@@ -1,5 +1,6 @@
 #include "binding.h"
 
+#include "configured.h"
 #include "locked.h"
 #include "tensors.h"
 #include "watching.h"
@@ -9,8 +10,6 @@
 
 namespace storm {
 namespace binding {
-
-PyObject* parameter = nullptr;
 
 // PyTorch's own memory starts at a multiple of this many bytes. Of memory with another alignment,
 // such as NumPy's, kernels may sum the first elements separately; of a copy they would not.
@@ -23,21 +22,21 @@ bool lies_elsewhere(const at::Tensor& tensor) {
 bool is_parameter(const at::Tensor& tensor, const ModelStorages& model_storages) {
   const at::Tensor& base = base_of(tensor);
   if (!base.is_leaf()) return false;
-  if (model_storages.has(storage_of(tensor.unsafeGetTensorImpl()))) return true;
+  if (model_storages.has(storage_of(tensor))) return true;
   if (!base.requires_grad()) return false;
   const WithInterpreter held;
   PyObject* object = THPVariable_Wrap(base);
-  const bool found = object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter;
+  const auto* type = object == nullptr ? nullptr : reinterpret_cast<PyObject*>(Py_TYPE(object));
   Py_XDECREF(object);
   PyErr_Clear();
-  return found;
+  return type == configured.parameter;
 }
 
 // Returns how to hold a constant input, a small one or a parameter; none for any other input.
 std::optional<Source> constant(const at::Tensor& tensor, Values& values,
                                const ModelStorages& model_storages, int64_t min_bytes) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Alias(tensor);
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto nbytes = stored_bytes(tensor);
   const bool is_small = nbytes < min_bytes;
   if (!is_small && !is_parameter(tensor, model_storages)) return {};
   if (!is_small) return Alias(alias_of(tensor));
@@ -51,9 +50,7 @@ std::optional<Source> constant(const at::Tensor& tensor, Values& values,
 // Returns whether a storage is that of an argument, or of a cast that autocast has made of it.
 bool is_of(const c10::StorageImpl* storage, const at::Tensor& argument,
            const std::vector<Cast>& casts) {
-  const auto has = [&](const at::Tensor& one) {
-    return storage_of(one.unsafeGetTensorImpl()) == storage;
-  };
+  const auto has = [&](const at::Tensor& one) { return storage_of(one) == storage; };
   return has(argument) || std::any_of(casts.begin(), casts.end(), [&](const Cast& cast) {
            return cast.source.is_same(argument) && has(cast.made);
          });
@@ -89,7 +86,7 @@ std::vector<at::Tensor> recomputed_batches(const Call& call, const Begun& begun,
 // Returns how many of the inputs share an output's storage.
 size_t count_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
   size_t found = 0;
-  const auto* storage = storage_of(output.unsafeGetTensorImpl());
+  const auto* storage = storage_of(output);
   for_each_tensor(inputs, [&](const at::Tensor& one) {
     const auto* impl = one.unsafeGetTensorImpl();
     found += impl->has_storage() && storage_of(impl) == storage;
@@ -146,7 +143,7 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
     }
     packed = std::make_shared<Packed>(held, copies ? nullptr : tracked->is_overwritten);
     if (!copies) values.add_input(input, packed);
-    const auto nbytes = static_cast<int64_t>(storage_of(held.unsafeGetTensorImpl())->nbytes());
+    const auto nbytes = stored_bytes(held);
     if (!script.keeps(number, nbytes)) unpacked.push_back({held, number, packed});
   }
   if (!copies) return Shared(std::move(packed));
@@ -156,13 +153,6 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
 
 }  // namespace binding
 
-void set_parameter_type(PyObject* type) {
-  Py_INCREF(type);
-  Py_XSETREF(binding::parameter, type);
-}
-
-PyObject* parameter_type() { return binding::parameter; }
-
 bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs) {
   if (!call.may_draw) return false;
   if (call.dropout < 0 || static_cast<size_t>(call.dropout) >= inputs.size()) return true;
@@ -171,8 +161,8 @@ bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs) {
 }
 
 TrackedStorage* Values::track(int number, const at::Tensor& tensor) {
-  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
-  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto* storage = storage_of(tensor);
+  const auto version = version_of(tensor);
   TrackedStorage tracked{number, version, tensor.storage().getWeakStorageImpl(), nullptr, nullptr};
   const auto found = tracked_.find(storage);
   if (found != tracked_.end()) {
@@ -183,8 +173,8 @@ TrackedStorage* Values::track(int number, const at::Tensor& tensor) {
 }
 
 TrackedStorage* Values::look_up(const Event& event, const at::Tensor& tensor) {
-  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
-  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto found = tracked_.find(storage_of(tensor));
+  const auto version = version_of(tensor);
   if (found != tracked_.end() && found->second.version == version) {
     const bool is_same = !event.is_new && found->second.number == event.number;
     return is_same ? &found->second : nullptr;
@@ -193,10 +183,10 @@ TrackedStorage* Values::look_up(const Event& event, const at::Tensor& tensor) {
 }
 
 TrackedStorage* Values::match_input(int number, const at::Tensor& tensor, int64_t min_bytes) {
-  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  const auto* storage = storage_of(tensor);
   if (static_cast<int64_t>(storage->nbytes()) < min_bytes) return nullptr;
   const auto found = tracked_.find(storage);
-  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto version = version_of(tensor);
   if (found != tracked_.end() && found->second.version == version) {
     return found->second.number == number ? &found->second : nullptr;
   }
@@ -204,10 +194,10 @@ TrackedStorage* Values::match_input(int number, const at::Tensor& tensor, int64_
 }
 
 std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) const {
-  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  const auto found = tracked_.find(storage_of(tensor));
   if (found == tracked_.end()) return nullptr;
   const TrackedStorage& last = found->second;
-  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto version = version_of(tensor);
   const bool is_noted = last.version == version;  // the output is noted already
   const Before before = is_noted ? last.before : Before{last.number, last.version, last.result};
   const bool is_last = before.version + 1 == version;  // each call adds at least one
@@ -216,18 +206,18 @@ std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) con
 }
 
 Before Values::overwritten(const at::Tensor& tensor) {
-  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  const auto found = tracked_.find(storage_of(tensor));
   if (found == tracked_.end()) return {};
   TrackedStorage tracked = std::move(found->second);
   tracked_.erase(found);
   if (tracked.is_overwritten != nullptr) *tracked.is_overwritten = true;
   if (tracked.result != nullptr) tracked.result->overwritten();
-  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto version = version_of(tensor);
   return tracked.version == version ? Before{tracked.number, version, tracked.result} : Before{};
 }
 
 void Values::add_input(const at::Tensor& tensor, const std::shared_ptr<Packed>& packed) {
-  inputs_.emplace(storage_of(tensor.unsafeGetTensorImpl()), packed);
+  inputs_.emplace(storage_of(tensor), packed);
 }
 
 void Values::protect_inputs(const c10::StorageImpl* storage, InputRestorer& restorer) {
@@ -244,8 +234,8 @@ void Values::hold_results() const {
 }
 
 std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
-  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
-  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto found = tracked_.find(storage_of(tensor));
+  const auto version = version_of(tensor);
   if (found == tracked_.end() || found->second.version != version) return nullptr;
   const auto& result = found->second.result;
   return result != nullptr && result->has_recipe() ? result : nullptr;

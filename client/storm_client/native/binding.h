@@ -127,8 +127,4 @@ bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
 // Returns whether a call may draw random numbers.
 bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs);
 
-// Sets torch.nn.Parameter.
-void set_parameter_type(PyObject* type);
-PyObject* parameter_type();
-
 }  // namespace storm

@@ -1,6 +1,7 @@
 #include "call_log.h"
 
 #include "draws.h"
+#include "objects.h"
 #include "script.h"
 #include "tensors.h"
 #include "watching.h"
@@ -48,7 +49,7 @@ Entry kept_by(const Entry& call) {
 
 bool lies_in(const at::Tensor& tensor, const at::Tensor& other) {
   const auto* impl = other.unsafeGetTensorImpl();
-  return impl->has_storage() && storage_of(impl) == storage_of(tensor.unsafeGetTensorImpl());
+  return impl->has_storage() && storage_of(impl) == storage_of(tensor);
 }
 
 constexpr int NONE = -1;
@@ -128,7 +129,7 @@ class Log : public Watcher {
       one.name = call.name();
       one.is_of_attention = is_in_attention();
       one.made = output;
-      one.version = output.unsafeGetTensorImpl()->version_counter().current_version();
+      one.version = version_of(output);
       (kind == CallKind::CAST ? casts_ : hidden).push_back(one);
     });
   }
@@ -192,47 +193,25 @@ class Log : public Watcher {
   const char* name_ = "";         // of the outermost call
 };
 
-struct LogObject {
-  PyObject_HEAD
-  Log log;
-};
-
-Log& log_of(PyObject* self) { return reinterpret_cast<LogObject*>(self)->log; }
+Log& log_of(PyObject* self) { return value_of<Log>(self); }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  HANDLE_TH_ERRORS
   long long min_bytes = 0;
   int logs_events = 0, counts_gradless = 0;
-  if (!PyArg_ParseTuple(arguments, "Lpp", &min_bytes, &logs_events, &counts_gradless)) {
-    return nullptr;
-  }
-  PyObject* self = type->tp_alloc(type, 0);
-  if (self == nullptr) return nullptr;
-  auto& log = *new (&log_of(self)) Log();
+  expect(PyArg_ParseTuple(arguments, "Lpp", &min_bytes, &logs_events, &counts_gradless));
+  Ref self = object_of<Log>(type);
+  auto& log = log_of(self.get());
   log.min_bytes = min_bytes;
   log.logs_events = logs_events;
   log.counts_gradless = counts_gradless;
-  return self;
-}
-
-void dealloc(PyObject* self) {
-  log_of(self).~Log();
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyObject* watch(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  log_of(self).watch();
-  Py_INCREF(self);  // until `unwatch`
-  Py_RETURN_NONE;
+  return self.release();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* unwatch(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  if (log_of(self).unwatch()) Py_DECREF(self);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
+PyObject* watch(PyObject* self, PyObject*) { return watch_for(self, log_of(self)); }
+
+PyObject* unwatch(PyObject* self, PyObject*) { return unwatch_for(self, log_of(self)); }
 
 PyObject* begin(PyObject* self, PyObject*) {
   auto& log = log_of(self);
@@ -408,9 +387,9 @@ Ref argument(const c10::IValue& value) {
 PyObject* take_hidden(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   const std::vector<Hidden> hidden = std::exchange(log_of(self).hidden, {});
-  Ref found = expected(PyList_New(0));
+  Ref found = list();
   for (const auto& one : hidden) {
-    Ref arguments = expected(PyList_New(0));
+    Ref arguments = list();
     const bool is_known = std::all_of(one.inputs.begin(), one.inputs.end(), [&](const c10::IValue& value) {
       Ref made = argument(value);
       return made && PyList_Append(arguments.get(), made.get()) == 0;
@@ -419,15 +398,12 @@ PyObject* take_hidden(PyObject* self, PyObject*) {
     if (!is_known) continue;
     Ref made = expected(THPVariable_Wrap(one.made));
     Ref draw = expected(wrapped(one.draw));
-    Ref kept = expected(PyList_New(0));
-    for (const auto& tensor : one.kept) {
-      Ref saved = expected(THPVariable_Wrap(tensor));
-      expect(PyList_Append(kept.get(), saved.get()) == 0);
-    }
+    Ref kept = list();
+    for (const auto& tensor : one.kept) append(kept, expected(THPVariable_Wrap(tensor)).get());
     Ref call = expected(Py_BuildValue("sOOOOOIi", one.name.c_str(), arguments.get(), made.get(),
                                       one.is_of_attention ? Py_True : Py_False, draw.get(), kept.get(),
                                       one.version, one.entry));
-    expect(PyList_Append(found.get(), call.get()) == 0);
+    append(found, call.get());
   }
   return found.release();
   END_HANDLE_TH_ERRORS
@@ -436,18 +412,15 @@ PyObject* take_hidden(PyObject* self, PyObject*) {
 // Returns tuples of position, name, overload, kernel or None, place, arguments and outer call.
 PyObject* entries(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
-  Ref found = expected(PyList_New(0));
+  Ref found = list();
   for (const auto& entry : log_of(self).entries) {
     if (entry.place == KEPT && entry.position < 0) continue;  // there was no byproduct
-    Ref arguments = expected(PyTuple_New(static_cast<Py_ssize_t>(entry.arguments.size())));
-    for (size_t at = 0; at < entry.arguments.size(); ++at) {
-      PyTuple_SET_ITEM(arguments.get(), at, expected(PyLong_FromLong(entry.arguments[at])).release());
-    }
+    Ref arguments = numbers(entry.arguments);
     PyObject* kernel = entry.kernel ? entry.kernel.get() : Py_None;
     Ref one = expected(Py_BuildValue("issOIOs", entry.position, entry.name.c_str(),
                                      entry.overload.c_str(), kernel, entry.place, arguments.get(),
                                      entry.inside.c_str()));
-    expect(PyList_Append(found.get(), one.get()) == 0);
+    append(found, one.get());
   }
   return found.release();
   END_HANDLE_TH_ERRORS
@@ -476,20 +449,11 @@ PyMethodDef METHODS[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyTypeObject log_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.CallLog";
-  type.tp_basicsize = sizeof(LogObject);
-  type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "Logs the operators that a step calls.";
-  type.tp_methods = METHODS;
-  type.tp_new = create;
-  return type;
-}
-
 }  // namespace call_log
 
-PyTypeObject CallLogType = call_log::log_type();
+PyTypeObject CallLogType =
+    type_of<call_log::Log>("storm_client.native._follow.CallLog",
+                           "Logs the operators that a step calls.", call_log::METHODS,
+                           call_log::create);
 
 }  // namespace storm

@@ -1,5 +1,6 @@
 #include "draws.h"
 
+#include "objects.h"
 #include "recipes.h"
 
 #include <ATen/Context.h>
@@ -24,23 +25,11 @@ bool are_same(const at::Tensor& one, const at::Tensor& other) {
          std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.numel()) == 0;
 }
 
-struct DrawObject {
-  PyObject_HEAD
-  std::shared_ptr<Draw> draw;
-};
-
-std::shared_ptr<Draw>& draw_of(PyObject* self) {
-  return reinterpret_cast<DrawObject*>(self)->draw;
-}
-
-void dealloc(PyObject* self) {
-  draw_of(self).~shared_ptr();
-  Py_TYPE(self)->tp_free(self);
-}
+using Held = std::shared_ptr<Draw>;
 
 PyObject* end(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
-  draw_of(self)->end();
+  value_of<Held>(self)->end();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -55,7 +44,7 @@ PyObject* again(PyObject* self, PyObject* arguments) {
   Ref made;
   bool is_same = false;
   {
-    DrawingAgain drawing(*draw_of(self));
+    DrawingAgain drawing(*value_of<Held>(self));
     made = expected(PyObject_Call(function, positional.get(), options));
     is_same = drawing.end();
   }
@@ -70,27 +59,15 @@ PyMethodDef METHODS[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyTypeObject type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Draw";
-  type.tp_basicsize = sizeof(DrawObject);
-  type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  type.tp_doc = "Random numbers that an operation has drawn.";
-  type.tp_methods = METHODS;
-  return type;
-}
-
 }  // namespace draws
 
-PyTypeObject DrawType = draws::type();
+PyTypeObject DrawType = type_of<draws::Held>("storm_client.native._follow.Draw",
+                                             "Random numbers that an operation has drawn.",
+                                             draws::METHODS, nullptr);
 
 PyObject* wrapped(std::shared_ptr<Draw> draw) {
   if (draw == nullptr) Py_RETURN_NONE;
-  PyObject* self = DrawType.tp_alloc(&DrawType, 0);
-  expect(self != nullptr);
-  new (&draws::draw_of(self)) std::shared_ptr<Draw>(std::move(draw));
-  return self;
+  return object_of<draws::Held>(&DrawType, std::move(draw)).release();
 }
 
 PyObject* note_draw(PyObject*, PyObject* tensor) {

@@ -6,8 +6,6 @@
 namespace storm {
 namespace follower {
 
-PyObject* is_capturing = nullptr;
-
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *script, *tallies, *model_storages, *hooks;
@@ -20,18 +18,18 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     PyErr_Format(PyExc_ValueError, "%zd hooks, and there are %d", PyTuple_GET_SIZE(hooks), HOOKS);
     throw python_error();
   }
-  Ref self = expected(type->tp_alloc(type, 0));
-  auto& follower = *new (&follower_of(self.get())) Follower();
+  Ref self = object_of<Follower>(type);
+  auto& follower = follower_of(self.get());
   follower.self = self.get();
-  follower.script_object = Py_NewRef(script);
-  follower.tallies_object = Py_NewRef(tallies);
-  follower.model_storages_object = Py_NewRef(model_storages);
+  follower.script_object = Ref::borrowed(script);
+  follower.tallies_object = Ref::borrowed(tallies);
+  follower.model_storages_object = Ref::borrowed(model_storages);
   for (int hook = 0; hook < HOOKS; ++hook) {
     follower.hooks[hook] = Py_NewRef(PyTuple_GET_ITEM(hooks, hook));
   }
-  follower.script = &script_of(script);
-  follower.tallies = &tallies_of(tallies);
-  follower.model_storages = &model_storages_of(model_storages);
+  follower.script = &value_of<Script>(script);
+  follower.tallies = &value_of<Tallies>(tallies);
+  follower.model_storages = &value_of<ModelStorages>(model_storages);
   follower.min_bytes = min_bytes;
   follower.small_row = small_row;
   follower.parameter_row = parameter_row;
@@ -54,12 +52,7 @@ int clear(PyObject* self) {
 void dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear(self);
-  auto& follower = follower_of(self);
-  Py_CLEAR(follower.script_object);
-  Py_CLEAR(follower.tallies_object);
-  Py_CLEAR(follower.model_storages_object);
-  follower.~Follower();
-  Py_TYPE(self)->tp_free(self);
+  destroy<Follower>(self);
 }
 
 // --- calls ------------------------------------------------------------------------------------
@@ -145,7 +138,7 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
   const Event& event = next();
   if (event.what != What::CALL) return false;
   const Call& expected = script->calls[event.call];
-  const auto nbytes = static_cast<int64_t>(storage_of(output.unsafeGetTensorImpl())->nbytes());
+  const auto nbytes = stored_bytes(output);
   if (!(expected.called() == called) || expected.place != place) return false;
   if (expected.does != Does::COUNT) {
     if (expected.dtype && *expected.dtype != output.scalar_type()) return false;
@@ -212,21 +205,12 @@ PyObject* overwritten(PyObject* self, PyObject* object) {
 // --- the step's course ------------------------------------------------------------------------
 
 PyObject* watch(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   if (follower.script->calls.empty()) Py_RETURN_NONE;
-  follower.watch();
-  Py_INCREF(self);  // until `unwatch`
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return watch_for(self, follower);
 }
 
-PyObject* unwatch(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  if (follower_of(self).unwatch()) Py_DECREF(self);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
+PyObject* unwatch(PyObject* self, PyObject*) { return unwatch_for(self, follower_of(self)); }
 
 PyObject* continue_at(PyObject* self, PyObject* argument) {
   auto& follower = follower_of(self);
@@ -294,10 +278,10 @@ PyObject* end(PyObject* self, PyObject*) {
 PyObject* get_sizes(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   const auto& follower = follower_of(self);
-  Ref larger = expected(PyList_New(0));
+  Ref larger = list();
   for (const auto& [number, nbytes] : follower.larger) {
     Ref one = expected(Py_BuildValue("iL", number, static_cast<long long>(nbytes)));
-    expect(PyList_Append(larger.get(), one.get()) == 0);
+    append(larger, one.get());
   }
   const auto saved_bytes = static_cast<long long>(follower.saved_bytes_with_repeats);
   return Py_BuildValue("LO", saved_bytes, larger.get());
@@ -346,27 +330,19 @@ PyGetSetDef GETTERS[] = {
 };
 
 PyTypeObject follower_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Follower";
-  type.tp_basicsize = sizeof(FollowerObject);
+  auto type = type_of<Follower>("storm_client.native._follow.Follower",
+                                "Saved-tensor hooks of one step that follows a script.", METHODS,
+                                create);
   type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
-  type.tp_doc = "Saved-tensor hooks of one step that follows a script.";
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = traverse;
   type.tp_clear = clear;
-  type.tp_methods = METHODS;
   type.tp_getset = GETTERS;
-  type.tp_new = create;
   return type;
 }
 
 }  // namespace follower
 
 PyTypeObject FollowerType = follower::follower_type();
-
-void set_is_capturing(PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(follower::is_capturing, function);
-}
 
 }  // namespace storm

@@ -9,7 +9,4 @@ namespace storm {
 
 extern PyTypeObject FollowerType;
 
-// Sets the function that returns whether a CUDA graph is being captured; None without CUDA.
-void set_is_capturing(PyObject* function);
-
 }  // namespace storm

@@ -7,13 +7,12 @@
 #include "kept.h"
 #include "offload_queue.h"
 #include "locked.h"
+#include "objects.h"
 #include "tensors.h"
 #include "watching.h"
 
 namespace storm {
 namespace follower {
-
-extern PyObject* is_capturing;  // of torch._C; None without CUDA
 
 // The step's Python functions that this module calls, with arguments and, after a colon, results.
 enum Hook {
@@ -53,9 +52,9 @@ struct Pending {
 // from the same event, or leaves the script for good.
 struct Follower : public Watcher {
   PyObject* self = nullptr;  // the object that contains this
-  PyObject* script_object = nullptr;
-  PyObject* tallies_object = nullptr;
-  PyObject* model_storages_object = nullptr;
+  Ref script_object;
+  Ref tallies_object;
+  Ref model_storages_object;
   PyObject* hooks[HOOKS] = {};
 
   const Script* script = nullptr;
@@ -107,14 +106,7 @@ struct Follower : public Watcher {
   }
 };
 
-struct FollowerObject {
-  PyObject_HEAD
-  Follower follower;
-};
-
-inline Follower& follower_of(PyObject* self) {
-  return reinterpret_cast<FollowerObject*>(self)->follower;
-}
+inline Follower& follower_of(PyObject* self) { return value_of<Follower>(self); }
 
 // Offloads the waiting tensors through Python, or those that are due now. Tensors that are not
 // offloaded because of an error stay kept.

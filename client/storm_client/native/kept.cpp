@@ -1,5 +1,6 @@
 #include "kept.h"
 
+#include "objects.h"
 #include "recipes.h"
 #include "tensors.h"
 
@@ -20,28 +21,24 @@ struct Kept {
   std::shared_ptr<Bundle> bundle;  // in which it was offloaded, at `place`, if not alone
   size_t place = 0;
   uint32_t last_round = 0;  // see Bundle
+  PyObject* earlier = nullptr;  // of all that exist, in the order in which they were kept
+  PyObject* later = nullptr;
 };
 
-struct KeptObject {
-  PyObject_HEAD
-  Kept kept;
-  KeptObject* earlier;  // of all that exist, in the order in which they were kept
-  KeptObject* later;
-};
+Kept& kept_of(PyObject* self) { return value_of<Kept>(self); }
 
-KeptObject* first = nullptr;  // the GIL protects the list
-KeptObject* last = nullptr;
+PyObject* first = nullptr;  // the GIL protects the list
+PyObject* last = nullptr;
 
-void link(KeptObject* self) {
-  self->earlier = last;
-  self->later = nullptr;
-  (last == nullptr ? first : last->later) = self;
+void link(PyObject* self) {
+  kept_of(self).earlier = last;
+  (last == nullptr ? first : kept_of(last).later) = self;
   last = self;
 }
 
-void unlink(KeptObject* self) {
-  (self->earlier == nullptr ? first : self->earlier->later) = self->later;
-  (self->later == nullptr ? last : self->later->earlier) = self->earlier;
+void unlink(const Kept& kept) {
+  (kept.earlier == nullptr ? first : kept_of(kept.earlier).later) = kept.later;
+  (kept.later == nullptr ? last : kept_of(kept.later).earlier) = kept.earlier;
 }
 
 // Returns the tensor, or None if it was freed.
@@ -50,15 +47,12 @@ PyObject* wrapped(const WeakTensor& weak) {
   return impl ? THPVariable_Wrap(at::Tensor(std::move(impl))) : Py_NewRef(Py_None);
 }
 
-Kept& kept_of(PyObject* self) { return reinterpret_cast<KeptObject*>(self)->kept; }
-
 void dealloc(PyObject* self) {
-  unlink(reinterpret_cast<KeptObject*>(self));
   auto& kept = kept_of(self);
+  unlink(kept);
   if (kept.bundle != nullptr) kept.bundle->drop(kept.place, kept.last_round);
   Py_CLEAR(kept.python_handle);
-  kept.~Kept();
-  Py_TYPE(self)->tp_free(self);
+  destroy<Kept>(self);
 }
 
 // Returns the offloaded tensor, over bytes that `load` returns.
@@ -137,13 +131,10 @@ PyGetSetDef GETTERS[] = {
 };
 
 PyTypeObject kept_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Kept";
-  type.tp_basicsize = sizeof(KeptObject);
+  auto type = type_of<Kept>("storm_client.native._follow.Kept",
+                            "The handle that autograd holds for a tensor kept on the device.",
+                            METHODS, nullptr);
   type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  type.tp_doc = "The handle that autograd holds for a tensor kept on the device.";
-  type.tp_methods = METHODS;
   type.tp_getset = GETTERS;
   return type;
 }
@@ -157,11 +148,9 @@ PyObject* keep(const at::Tensor& tensor) {
   // alive, and would never be freed.
   const bool is_alias = static_cast<bool>(tensor.grad_fn());
   kept::Kept kept{is_alias ? alias_of(tensor) : tensor, SavedVersion(tensor), is_alias};
-  auto* self = reinterpret_cast<kept::KeptObject*>(KeptType.tp_alloc(&KeptType, 0));
-  expect(self != nullptr);
-  new (&self->kept) kept::Kept(std::move(kept));
+  PyObject* self = object_of<kept::Kept>(&KeptType, std::move(kept)).release();
   kept::link(self);
-  return reinterpret_cast<PyObject*>(self);
+  return self;
 }
 
 PyObject* python_handle_of(PyObject* self) {
@@ -209,10 +198,8 @@ at::Tensor unpack_input(PyObject* self, Load load) {
 }
 
 PyObject* all_kept() {
-  Ref found = expected(PyList_New(0));
-  for (auto* one = kept::first; one != nullptr; one = one->later) {
-    expect(PyList_Append(found.get(), reinterpret_cast<PyObject*>(one)) == 0);
-  }
+  Ref found = list();
+  for (auto* one = kept::first; one != nullptr; one = kept::kept_of(one).later) append(found, one);
   return found.release();
 }
 

@@ -6,6 +6,7 @@
 // the launch.
 #include "launches.h"
 
+#include "objects.h"
 #include "tensors.h"
 
 #include <ATen/record_function.h>
@@ -28,20 +29,15 @@ struct Launches {
   std::unordered_map<const c10::StorageImpl*, WeakStorage> fresh;  // pins their addresses
 };
 
-struct LaunchesObject {
-  PyObject_HEAD
-  Launches launches;
-};
-
 struct Thread {
-  std::vector<LaunchesObject*> on;  // the innermost last; each is held
+  std::vector<PyObject*> on;  // `Launches`, the innermost last; each is held
   at::CallbackHandle handle = 0;
   int operators = 0;  // nested ones in progress
 };
 
 thread_local Thread thread;
 
-Launches& of(PyObject* self) { return reinterpret_cast<LaunchesObject*>(self)->launches; }
+Launches& of(PyObject* self) { return value_of<Launches>(self); }
 
 // Custom functions are reported, too, by the names of their classes.
 bool is_operator(const at::RecordFunction& call) { return std::strchr(call.name(), ':') != nullptr; }
@@ -66,21 +62,20 @@ void end(const at::RecordFunction& call, at::ObserverContext*) {
     if (!output.isTensor() || !is_ordinary(output.toTensor().unsafeGetTensorImpl())) continue;
     const auto& tensor = output.toTensor();
     for (auto* one : thread.on) {
-      one->launches.fresh.insert_or_assign(storage_of(tensor.unsafeGetTensorImpl()),
-                                           tensor.storage().getWeakStorageImpl());
+      of(one).fresh.insert_or_assign(storage_of(tensor), tensor.storage().getWeakStorageImpl());
     }
   }
 }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  HANDLE_TH_ERRORS
   PyObject *listener, *sink;
-  if (!PyArg_ParseTuple(arguments, "OO", &listener, &sink)) return nullptr;
-  PyObject* self = type->tp_alloc(type, 0);
-  if (self == nullptr) return nullptr;
-  auto& launches = *new (&of(self)) Launches();
-  launches.listener = Py_NewRef(listener);
-  launches.sink = Py_NewRef(sink);
-  return self;
+  expect(PyArg_ParseTuple(arguments, "OO", &listener, &sink));
+  Ref self = object_of<Launches>(type);
+  of(self.get()).listener = Py_NewRef(listener);
+  of(self.get()).sink = Py_NewRef(sink);
+  return self.release();
+  END_HANDLE_TH_ERRORS
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -98,8 +93,7 @@ int clear(PyObject* self) {
 void dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear(self);
-  of(self).~Launches();
-  Py_TYPE(self)->tp_free(self);
+  destroy<Launches>(self);
 }
 
 PyObject* watch(PyObject* self, PyObject*) {
@@ -110,7 +104,7 @@ PyObject* watch(PyObject* self, PyObject*) {
                                                    .needsOutputs(true)
                                                    .scopes({at::RecordScope::FUNCTION}));
   }
-  thread.on.push_back(reinterpret_cast<LaunchesObject*>(Py_NewRef(self)));
+  thread.on.push_back(Py_NewRef(self));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -118,7 +112,7 @@ PyObject* watch(PyObject* self, PyObject*) {
 PyObject* unwatch(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& on = thread.on;
-  const auto found = std::find(on.rbegin(), on.rend(), reinterpret_cast<LaunchesObject*>(self));
+  const auto found = std::find(on.rbegin(), on.rend(), self);
   if (found == on.rend()) Py_RETURN_NONE;
   on.erase(std::next(found).base());
   if (on.empty()) at::removeCallback(thread.handle);
@@ -143,20 +137,8 @@ bool take(Launches& launches, const at::Tensor& tensor) {
   return is_whole(tensor) && impl->version_counter().current_version() == 0 && !tensor.requires_grad();
 }
 
-Ref list() { return expected(PyList_New(0)); }
-
-void append(const Ref& list, PyObject* one) { expect(PyList_Append(list.get(), one) == 0); }
-
-Ref tuple_of(at::IntArrayRef numbers) {
-  Ref tuple = expected(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t at = 0; at < numbers.size(); ++at) {
-    PyTuple_SET_ITEM(tuple.get(), at, expected(PyLong_FromLongLong(numbers[at])).release());
-  }
-  return tuple;
-}
-
 Ref layout_of(const at::Tensor& tensor) {
-  Ref sizes = tuple_of(tensor.sizes()), strides = tuple_of(tensor.strides());
+  Ref sizes = numbers(tensor.sizes()), strides = numbers(tensor.strides());
   Ref device = expected(THPDevice_New(tensor.device()));
   auto* dtype = torch::getTHPDtype(tensor.scalar_type());
   return expected(PyTuple_Pack(4, sizes.get(), strides.get(), dtype, device.get()));
@@ -217,7 +199,7 @@ PyObject* report(PyObject* self, PyObject* arguments) {
   PyObject *kernel, *bound, *grid;
   expect(PyArg_ParseTuple(arguments, "OOO", &kernel, &bound, &grid));
   Ref sink = Ref::borrowed(of(self).sink), values = expected(PyMapping_Values(bound));
-  Ref tensors = list(), made = list(), layouts = list(), numbers = list();
+  Ref tensors = list(), made = list(), layouts = list(), others = list();
   std::unordered_set<PyObject*> updated;
   std::unordered_set<const c10::StorageImpl*> written;
   std::optional<c10::Device> device;
@@ -238,7 +220,7 @@ PyObject* report(PyObject* self, PyObject* arguments) {
     const bool is_known = is_new ? updated.count(one) == 0 : is_whole(tensor);
     is_operation = is_operation && is_known && is_beside(tensor);
     if (!is_operation) return;
-    written.insert(storage_of(tensor.unsafeGetTensorImpl()));
+    written.insert(storage_of(tensor));
     append(made, one);
     append(layouts, is_new ? layout_of(tensor).get() : Py_None);
   });
@@ -249,10 +231,10 @@ PyObject* report(PyObject* self, PyObject* arguments) {
   });
   for_each_argument(kernel, "numbers", values, [&](PyObject* one) {
     is_operation = is_operation && is_number(one);
-    append(numbers, one);
+    append(others, one);
   });
   if (is_operation && PyList_GET_SIZE(made.get()) > 0 && PyList_GET_SIZE(tensors.get()) > 0) {
-    Ref options = options_of(grid, numbers, layouts);
+    Ref options = options_of(grid, others, layouts);
     call(sink.get(), "launched", expected(Py_BuildValue("OOOOn", kernel, tensors.get(), options.get(),
                                                         made.get(), over)));
     Py_RETURN_NONE;
@@ -272,16 +254,13 @@ PyMethodDef METHODS[] = {
 };
 
 PyTypeObject launches_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Launches";
-  type.tp_basicsize = sizeof(LaunchesObject);
+  auto type = type_of<Launches>("storm_client.native._follow.Launches",
+                                "Who is told of what a thread launches, and which memory is new.",
+                                METHODS, create);
   type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
-  type.tp_doc = "Who is told of what a thread launches, and which memory is new.";
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = traverse;
   type.tp_clear = clear;
-  type.tp_methods = METHODS;
-  type.tp_new = create;
   return type;
 }
 
@@ -293,7 +272,7 @@ bool looks_for_new_memory() { return !launches::thread.on.empty(); }
 
 PyObject* launch_listener() {
   const auto& on = launches::thread.on;
-  PyObject* listener = on.empty() ? nullptr : on.back()->launches.listener;
+  PyObject* listener = on.empty() ? nullptr : launches::of(on.back()).listener;
   return Py_NewRef(listener == nullptr ? Py_None : listener);
 }
 

@@ -1,5 +1,6 @@
 #include "model_storages.h"
 
+#include "objects.h"
 #include "tensors.h"
 
 namespace storm {
@@ -16,51 +17,24 @@ bool ModelStorages::has(const c10::StorageImpl* storage) const {
 
 namespace model_storages {
 
-struct ModelStoragesObject {
-  PyObject_HEAD
-  ModelStorages model_storages;
-};
-
-ModelStorages& mutable_storages(PyObject* self) {
-  return reinterpret_cast<ModelStoragesObject*>(self)->model_storages;
-}
-
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* tensors = nullptr;
   expect(PyArg_ParseTuple(arguments, "O!", &PyList_Type, &tensors));
-  Ref self = expected(type->tp_alloc(type, 0));
-  new (&mutable_storages(self.get())) ModelStorages();
+  ModelStorages found;
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
     const auto& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, at));
-    if (is_ordinary(tensor.unsafeGetTensorImpl())) mutable_storages(self.get()).add(tensor);
+    if (is_ordinary(tensor.unsafeGetTensorImpl())) found.add(tensor);
   }
-  return self.release();
+  return object_of<ModelStorages>(type, std::move(found)).release();
   END_HANDLE_TH_ERRORS
-}
-
-void dealloc(PyObject* self) {
-  mutable_storages(self).~ModelStorages();
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyTypeObject model_storages_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.ModelStorages";
-  type.tp_basicsize = sizeof(ModelStoragesObject);
-  type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "The storages of a list of tensors, which it does not keep alive.";
-  type.tp_new = create;
-  return type;
 }
 
 }  // namespace model_storages
 
-PyTypeObject ModelStoragesType = model_storages::model_storages_type();
-
-const ModelStorages& model_storages_of(PyObject* self) {
-  return model_storages::mutable_storages(self);
-}
+PyTypeObject ModelStoragesType = type_of<ModelStorages>(
+    "storm_client.native._follow.ModelStorages",
+    "The storages of a list of tensors, which it does not keep alive.", nullptr,
+    model_storages::create);
 
 }  // namespace storm

@@ -22,6 +22,4 @@ class ModelStorages {
 
 extern PyTypeObject ModelStoragesType;
 
-const ModelStorages& model_storages_of(PyObject* self);
-
 }  // namespace storm

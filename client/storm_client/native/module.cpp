@@ -2,6 +2,7 @@
 #include "allocations.h"
 #include "binding.h"
 #include "call_log.h"
+#include "configured.h"
 #include "draws.h"
 #include "follower.h"
 #include "kept.h"
@@ -11,20 +12,21 @@
 #include "watching.h"
 
 namespace storm {
+
+Configured configured;
+
 namespace module {
 
 PyObject* configure(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
-  PyObject *parameter, *changed, *lost, *capturing, *getters, *tunes, *names, *overridden;
+  Configured found;
   unsigned long long omp_threads = 0;
-  expect(PyArg_ParseTuple(arguments, "OOOOO!OO!OK", &parameter, &changed, &lost, &capturing,
-                          &PyTuple_Type, &getters, &tunes, &PySet_Type, &names, &overridden,
-                          &omp_threads));
-  set_parameter_type(parameter);
-  set_changed_error(changed);
-  set_lost_error(lost);
-  set_is_capturing(capturing);
-  set_settings(getters, tunes, names, overridden, omp_threads);
+  expect(PyArg_ParseTuple(arguments, "OOOOO!OO!OK", &found.parameter, &found.changed, &found.lost,
+                          &found.is_capturing, &PyTuple_Type, &found.getters, &found.tunes,
+                          &PySet_Type, &found.names, &found.overridden, &omp_threads));
+  found.omp_threads = reinterpret_cast<int (*)()>(omp_threads);
+  Py_INCREF(arguments);  // it holds all of them
+  configured = found;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

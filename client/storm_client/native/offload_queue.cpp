@@ -1,6 +1,7 @@
 #include "offload_queue.h"
 
 #include "kept.h"
+#include "objects.h"
 #include "tensors.h"
 
 #include <c10/core/Allocator.h>
@@ -28,7 +29,7 @@ struct Unit {
   Group group;
   c10::Device device;
   Ref dtype;
-  Ref members = expected(PyList_New(0));
+  Ref members = list();
   std::vector<c10::Storage> storages;
   std::vector<size_t> places;  // by tensor, the index of its storage
   std::shared_ptr<Bundle> bundle;
@@ -51,7 +52,7 @@ Unit described(Group group) {
     Ref member = expected(Py_BuildValue(
         "iLL", position_of(one.get()), static_cast<long long>(nbytes_of(token.unsafeGetTensorImpl())),
         static_cast<long long>(own)));
-    expect(PyList_Append(unit.members.get(), member.get()) == 0);
+    append(unit.members, member.get());
   }
   return unit;
 }
@@ -68,7 +69,7 @@ void OffloadQueue::begin(c10::Device device, int64_t min_bytes, int64_t max_byte
 
 bool OffloadQueue::can_wait(const at::Tensor& tensor) const {
   const auto device = tensor.device();
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto nbytes = stored_bytes(tensor);
   if (device_ != device || nbytes < min_bytes_) return false;
   if (nbytes > max_bytes_ && !is_large(nbytes)) return false;
   // The token has to be an alias, and its base a result, whose changes are counted.
@@ -83,7 +84,7 @@ bool OffloadQueue::can_wait(const at::Tensor& tensor) const {
 bool OffloadQueue::has(const c10::StorageImpl* storage) const {
   return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& one) {
     const at::Tensor& token = token_of(one.kept.get());
-    return token.defined() && storage_of(token.unsafeGetTensorImpl()) == storage;
+    return token.defined() && storage_of(token) == storage;
   });
 }
 
@@ -118,7 +119,7 @@ Group OffloadQueue::take(const c10::StorageImpl* storage) {
   Group taken;
   for (Waiting& one : take()) {
     const at::Tensor& token = token_of(one.kept.get());
-    const bool is_in = token.defined() && storage_of(token.unsafeGetTensorImpl()) == storage;
+    const bool is_in = token.defined() && storage_of(token) == storage;
     if (is_in) {
       taken.push_back(std::move(one.kept));
     } else {
@@ -139,7 +140,7 @@ bool OffloadQueue::is_unshared(const Waiting& one, const std::vector<Waiting>& a
   size_t ours = 0;
   for (const Waiting& other : all) {
     const at::Tensor& held = token_of(other.kept.get());
-    if (held.defined() && storage_of(held.unsafeGetTensorImpl()) == &impl) {
+    if (held.defined() && storage_of(held) == &impl) {
       if (held.use_count() != 1) return false;
       ++ours;
     }
@@ -175,8 +176,7 @@ Due OffloadQueue::due(Which which, bool capture) {
       continue;
     }
     const at::Tensor& token = token_of(one.kept.get());
-    const auto* apart =
-        one.nbytes > max_copied_ ? storage_of(token.unsafeGetTensorImpl()) : nullptr;
+    const auto* apart = one.nbytes > max_copied_ ? storage_of(token) : nullptr;
     groups[{token.scalar_type(), apart}].push_back(std::move(one));
   }
   for (auto& [key, group] : groups) {
@@ -194,7 +194,7 @@ Due OffloadQueue::due(Which which, bool capture) {
 void offload_unshared(std::vector<Group> groups, Group& others, Send send) {
   std::vector<Unit> units;
   for (Group& group : groups) units.push_back(described(std::move(group)));
-  Ref list = expected(PyList_New(0));
+  Ref sent = list();
   for (Unit& unit : units) {
     try {
       unit.bundle = std::make_shared<Bundle>(unit.storages, unit.device);
@@ -205,11 +205,11 @@ void offload_unshared(std::vector<Group> groups, Group& others, Send send) {
     unit.storages.clear();
     Ref storage = expected(THPStorage_Wrap(unit.bundle->storage()));
     Ref item = expected(PyTuple_Pack(3, storage.get(), unit.dtype.get(), unit.members.get()));
-    expect(PyList_Append(list.get(), item.get()) == 0);
+    append(sent, item.get());
   }
   std::erase_if(units, [](const Unit& unit) { return unit.bundle == nullptr; });
   if (units.empty()) return;
-  Ref uses = send(list.get());
+  Ref uses = send(sent.get());
   if (uses.get() == Py_None) return;
   for (size_t at = 0; at < units.size(); ++at) {
     Unit& unit = units[at];

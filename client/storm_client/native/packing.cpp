@@ -1,5 +1,6 @@
 // The saved-tensor hooks of a step that follows a script: `pack` returns the handle that autograd
 // holds instead of a tensor, and `unpack` returns the tensor.
+#include "configured.h"
 #include "following.h"
 #include "recomputed.h"
 
@@ -24,8 +25,8 @@ Ref call_hook(const Follower& follower, Hook which, PyObject* first, PyObject* s
 }
 
 bool captures(c10::Device device) {
-  if (!device.is_cuda() || is_capturing == Py_None) return false;
-  Ref found = expected(PyObject_CallNoArgs(is_capturing));
+  if (!device.is_cuda() || configured.is_capturing == Py_None) return false;
+  Ref found = expected(PyObject_CallNoArgs(configured.is_capturing));
   return PyObject_IsTrue(found.get()) == 1;
 }
 
@@ -39,9 +40,9 @@ void offload_waiting(Follower& follower, Which which) {
     });
   }
   if (due.others.empty()) return;
-  Ref list = expected(PyList_New(0));
-  for (const auto& one : due.others) expect(PyList_Append(list.get(), one.get()) == 0);
-  call_hook(follower, OFFLOAD, list.get());
+  Ref others = list();
+  for (const auto& one : due.others) append(others, one.get());
+  call_hook(follower, OFFLOAD, others.get());
 }
 
 // Returns whether Python might find a tensor to be a duplicate, if the waiting ones were offloaded.
@@ -53,7 +54,7 @@ bool may_duplicate_waiting(const Follower& follower, PyObject* tensor) {
 }
 
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
-  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  const auto* storage = storage_of(tensor);
   return follower.queue.can_wait(tensor) && !captures(tensor.device()) &&
          !follower.model_storages->has(storage) && follower.by_python.count(storage) == 0;
 }
@@ -61,7 +62,7 @@ bool can_wait(const Follower& follower, const at::Tensor& tensor) {
 // Returns a handle that shares the bytes of a result that was offloaded when made; null if there is
 // none, or it has changed since.
 Ref share_offloaded(Follower& follower, const at::Tensor& tensor, uint32_t row) {
-  const auto found = follower.offloaded_when_made.find(storage_of(tensor.unsafeGetTensorImpl()));
+  const auto found = follower.offloaded_when_made.find(storage_of(tensor));
   if (found == follower.offloaded_when_made.end()) return {};
   auto& [storage, base, version, unsaved, bundle] = found->second;
   const bool is_first = unsaved != nullptr;
@@ -81,7 +82,7 @@ Ref share_offloaded(Follower& follower, const at::Tensor& tensor, uint32_t row) 
 
 // Keeps a tensor until it is offloaded with others.
 Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto nbytes = stored_bytes(tensor);
   if (follower.queue.is_full(nbytes)) offload_waiting(follower, Which::BATCH);
   Ref kept = Ref::stolen(keep_for_now(tensor, position));
   follower.queue.add(kept.get(), nbytes);
@@ -113,12 +114,12 @@ bool may_offload_early(const Follower& follower, const at::Tensor& tensor) {
 
 // Offloads a large result that was just made, or reports it to Python.
 void note_made(Follower& follower, const at::Tensor& tensor, int number) {
-  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  const auto* storage = storage_of(tensor);
   Ref wrapped = expected(THPVariable_Wrap(tensor));
   Ref of = expected(PyLong_FromLong(number));
   if (may_offload_early(follower, tensor)) {
     auto bundle = std::make_shared<Bundle>(std::vector{tensor.storage()}, tensor.device());
-    const uint32_t version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    const uint32_t version = version_of(tensor);
     Ref use = call_hook(follower, OFFLOAD_WHEN_MADE, of.get(), wrapped.get());
     if (use.get() != Py_None) {
       bundle->release(use.get());
@@ -185,7 +186,7 @@ Ref make_recomputed_handle(Follower& follower, const at::Tensor& tensor, Tracked
 // Packs a result, or an alias of one, that the next event expects.
 Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const Event& event = follower.next();
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto nbytes = stored_bytes(tensor);
   if (event.what == What::RECOMPUTE && captures(tensor.device())) {
     return pack_in_python(follower, object, /*leaves_script=*/true);
   }
@@ -228,7 +229,7 @@ bool is_known(Follower& follower, const at::Tensor& tensor) {
 // Returns whether a tensor is a parameter or a view of one.
 bool is_of_parameter(PyObject* object, const at::Tensor& tensor) {
   const auto is_one = [](PyObject* one) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(one)) == parameter_type();
+    return reinterpret_cast<PyObject*>(Py_TYPE(one)) == configured.parameter;
   };
   const at::Tensor& base = base_of(tensor);
   if (&base == &tensor || !base.is_leaf()) return is_one(object);
@@ -279,7 +280,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
   if (!follower.unpacked.empty()) pack_inputs(follower);
   if (follower.queue.has_unshared_large()) offload_waiting(follower, Which::LARGE);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  if (follower.follows_script && (type == THPVariableClass || type == parameter_type())) {
+  if (follower.follows_script && (type == THPVariableClass || type == configured.parameter)) {
     const auto& tensor = THPVariable_Unpack(object);
     if (is_ordinary(tensor.unsafeGetTensorImpl())) {
       return pack_ordinary(follower, object, tensor).release();

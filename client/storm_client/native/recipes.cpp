@@ -1,7 +1,9 @@
 #include "recipes.h"
 
+#include "configured.h"
 #include "kept.h"
 #include "locked.h"
+#include "objects.h"
 #include "script.h"
 #include "tensors.h"
 #include "watching.h"
@@ -24,15 +26,7 @@
 namespace storm {
 namespace recipes {
 
-PyObject* lost_error = nullptr;
-
-Ref list_of(c10::IntArrayRef shape) {
-  Ref list = expected(PyList_New(static_cast<Py_ssize_t>(shape.size())));
-  for (size_t at = 0; at < shape.size(); ++at) {
-    PyList_SET_ITEM(list.get(), at, expected(PyLong_FromLongLong(shape[at])).release());
-  }
-  return list;
-}
+Ref list_of(c10::IntArrayRef shape) { return expected(PySequence_List(numbers(shape).get())); }
 
 // Sets autocast for the operators of this thread as it was when the recipe was made. This does not
 // enter `torch.autocast`: leaving the outermost one of a thread clears autocast's cache for all
@@ -144,13 +138,8 @@ Pass pass_on(c10::Device device) {
 
 using namespace recipes;
 
-void set_lost_error(PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(recipes::lost_error, function);
-}
-
 void raise_lost(const char* what, PyObject* details) {
-  Ref error = expected(PyObject_CallFunction(recipes::lost_error, "sO", what, details));
+  Ref error = expected(PyObject_CallFunction(configured.lost, "sO", what, details));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
   throw python_error();
 }
@@ -190,7 +179,7 @@ at::Tensor View::over(c10::Storage storage) const {
 }
 
 at::Tensor copied(const at::Tensor& tensor) {
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto nbytes = stored_bytes(tensor);
   const auto options = at::TensorOptions().dtype(at::kByte).device(tensor.device());
   PausedWatching paused;
   at::NoGradGuard nothing_recorded;
@@ -226,13 +215,13 @@ at::Tensor InputRestorer::tensor(PyObject* packed) {
 
 Alias::Alias(at::Tensor held)
     : held_(std::move(held)),
-      version_(held_.unsafeGetTensorImpl()->version_counter().current_version()),
-      nbytes_(storage_of(held_.unsafeGetTensorImpl())->nbytes()) {}
+      version_(version_of(held_)),
+      nbytes_(storage_of(held_)->nbytes()) {}
 
 at::Tensor Alias::tensor(InputRestorer&) {
-  const auto now = held_.unsafeGetTensorImpl()->version_counter().current_version();
+  const auto now = version_of(held_);
   if (now != version_) raise_changed(held_.sizes(), version_, now);
-  if (storage_of(held_.unsafeGetTensorImpl())->nbytes() != nbytes_) {
+  if (storage_of(held_)->nbytes() != nbytes_) {
     Ref shape = list_of(held_.sizes());
     Ref details = expected(Py_BuildValue("(O)", shape.get()));
     raise_lost("parameter", details.get());
@@ -346,11 +335,8 @@ Launch::~Launch() {
 }
 
 std::vector<at::Tensor> Launch::run(const std::vector<c10::IValue>& tensors) const {
-  Ref arguments = expected(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  for (size_t at = 0; at < tensors.size(); ++at) {
-    PyObject* wrapped = expected(THPVariable_Wrap(tensors[at].toTensor())).release();
-    PyTuple_SET_ITEM(arguments.get(), static_cast<Py_ssize_t>(at), wrapped);
-  }
+  const auto wrap = [](const c10::IValue& one) { return THPVariable_Wrap(one.toTensor()); };
+  Ref arguments = tuple_of(tensors, wrap);
   Ref made = expected(PyObject_Call(kernel_, arguments.get(), options_));
   std::vector<at::Tensor> outputs;
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made.get()); ++at) {
@@ -484,7 +470,7 @@ at::Tensor Recipe::kept(const c10::OperatorHandle& op, std::vector<c10::IValue>&
 
 Result::Result(const at::Tensor& tensor)
     : origin_(tensor.storage().getWeakStorageImpl()),
-      nbytes_(storage_of(tensor.unsafeGetTensorImpl())->nbytes()),
+      nbytes_(storage_of(tensor)->nbytes()),
       view_(tensor),
       device_(tensor.device()) {}
 
@@ -543,7 +529,7 @@ void Result::protect(const at::Tensor& tensor) {
     memo_ = copied(memo_);
     users_.clear();
   }
-  const bool is_own = storage_of(tensor.unsafeGetTensorImpl()) == origin_._unsafe_get_target();
+  const bool is_own = storage_of(tensor) == origin_._unsafe_get_target();
   if (!has_recipe() && uses_ > 1 && is_own) protected_.emplace(tensor);
 }
 
@@ -593,7 +579,7 @@ at::Tensor Result::made(InputRestorer& restorer) {
   if (!remembers(now)) {
     const ProfilerRange range(nbytes_);
     tensor = recipe_->run(place_, restorer);
-    const size_t nbytes = storage_of(tensor.unsafeGetTensorImpl())->nbytes();
+    const size_t nbytes = storage_of(tensor)->nbytes();
     if (!view_.describes(tensor) || nbytes != nbytes_) {
       Ref wrapped = expected(THPVariable_Wrap(tensor));
       Ref details = expected(Py_BuildValue("OKK", wrapped.get(), static_cast<uint64_t>(nbytes),

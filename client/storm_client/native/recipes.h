@@ -22,9 +22,6 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 // Raises it for a tensor that was modified in place since it had `version`.
 [[noreturn]] void raise_changed(c10::IntArrayRef shape, uint32_t version, uint32_t now);
 
-// Sets the Python function that returns the error for a reason and its details.
-void set_lost_error(PyObject* function);
-
 // The layout of a tensor in its storage.
 struct View {
   explicit View(const at::Tensor& tensor);

@@ -1,9 +1,10 @@
 #include "recomputed.h"
 
+#include "objects.h"
 #include "tensors.h"
 
 namespace storm {
-namespace recomputed_type {
+namespace {
 
 struct Recomputed {
   std::shared_ptr<Result> result;
@@ -11,43 +12,21 @@ struct Recomputed {
   SavedVersion version;
 };
 
-struct RecomputedObject {
-  PyObject_HEAD
-  Recomputed recomputed;
-};
+}  // namespace
 
-Recomputed& of(PyObject* self) { return reinterpret_cast<RecomputedObject*>(self)->recomputed; }
-
-void dealloc(PyObject* self) {
-  of(self).~Recomputed();
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyTypeObject type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Recomputed";
-  type.tp_basicsize = sizeof(RecomputedObject);
-  type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  type.tp_doc = "The handle that autograd holds for a recomputed tensor.";
-  return type;
-}
-
-}  // namespace recomputed_type
-
-PyTypeObject RecomputedType = recomputed_type::type();
+PyTypeObject RecomputedType = type_of<Recomputed>(
+    "storm_client.native._follow.Recomputed",
+    "The handle that autograd holds for a recomputed tensor.", nullptr, nullptr);
 
 PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor) {
-  recomputed_type::Recomputed made{std::move(result), View(tensor), SavedVersion(tensor)};
-  PyObject* self = RecomputedType.tp_alloc(&RecomputedType, 0);
-  expect(self != nullptr);
-  made.result->expect_use();
-  new (&recomputed_type::of(self)) recomputed_type::Recomputed(std::move(made));
-  return self;
+  Recomputed made{result, View(tensor), SavedVersion(tensor)};
+  Ref self = object_of<Recomputed>(&RecomputedType, std::move(made));
+  result->expect_use();
+  return self.release();
 }
 
 at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer) {
-  const auto& [result, view, version] = recomputed_type::of(self);
+  const auto& [result, view, version] = value_of<Recomputed>(self);
   at::Tensor tensor = result->unpacked(view, restorer);
   result->add_user(version.counter());
   tensor.unsafeGetTensorImpl()->set_version_counter(version.counter());
@@ -55,16 +34,16 @@ at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer) {
 }
 
 at::Tensor make_recomputed(PyObject* self, InputRestorer& restorer) {
-  const auto& [result, view, version] = recomputed_type::of(self);
+  const auto& [result, view, version] = value_of<Recomputed>(self);
   return result->has_recipe() ? result->tried(view, restorer) : at::Tensor();
 }
 
 void protect_recomputed(PyObject* self, const at::Tensor& tensor) {
-  recomputed_type::of(self).result->protect(tensor);
+  value_of<Recomputed>(self).result->protect(tensor);
 }
 
 const SavedVersion& version_of_recomputed(PyObject* self) {
-  return recomputed_type::of(self).version;
+  return value_of<Recomputed>(self).version;
 }
 
 }  // namespace storm

@@ -1,16 +1,11 @@
 #include "script.h"
 
+#include "objects.h"
+
 #include <torch/csrc/Dtype.h>
 
 namespace storm {
 namespace script {
-
-struct ScriptObject {
-  PyObject_HEAD
-  Script script;
-};
-
-Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
 // (name, overload, kernel or None, place, name of the outer call, does, dtype or None, choice,
 // may draw, may offload early, overwrites, what it depends on if it is a byproduct, numbers of
@@ -86,8 +81,7 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   int length = 0, counts_gradless = 0;
   expect(PyArg_ParseTuple(arguments, "O!O!ip", &PyList_Type, &events, &PyList_Type, &kept, &length,
                           &counts_gradless));
-  Ref self = expected(type->tp_alloc(type, 0));
-  auto& script = *new (&mutable_script(self.get())) Script();
+  Script script;
   script.counts_gradless = counts_gradless;
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(events); ++at) {
     const Event event = event_of(PyList_GET_ITEM(events, at), script);
@@ -122,30 +116,14 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     if (script.events[at].what == What::CALL) call = script.events[at].call;
     script.next_call[at] = call;
   }
-  return self.release();
+  return object_of<Script>(type, std::move(script)).release();
   END_HANDLE_TH_ERRORS
-}
-
-void dealloc(PyObject* self) {
-  mutable_script(self).~Script();
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyTypeObject script_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Script";
-  type.tp_basicsize = sizeof(ScriptObject);
-  type.tp_dealloc = dealloc;
-  type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "What a step that follows its plan saves, in order.";
-  type.tp_new = create;
-  return type;
 }
 
 }  // namespace script
 
-PyTypeObject ScriptType = script::script_type();
-
-const Script& script_of(PyObject* self) { return script::mutable_script(self); }
+PyTypeObject ScriptType =
+    type_of<Script>("storm_client.native._follow.Script",
+                    "What a step that follows its plan saves, in order.", nullptr, script::create);
 
 }  // namespace storm

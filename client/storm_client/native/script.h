@@ -121,6 +121,4 @@ struct Script {
 
 extern PyTypeObject ScriptType;
 
-const Script& script_of(PyObject* self);
-
 }  // namespace storm

@@ -1,6 +1,8 @@
 #include "settings.h"
 
+#include "configured.h"
 #include "locked.h"
+#include "objects.h"
 
 #include <ATen/Context.h>
 #include <c10/core/DefaultDtype.h>
@@ -14,12 +16,6 @@
 
 namespace storm {
 namespace settings {
-
-PyObject* getters = nullptr;     // a tuple of pairs: function, arguments
-PyObject* tunes = nullptr;       // None if kernels are never chosen by measuring
-PyObject* names = nullptr;       // PyTorch's own set
-PyObject* overridden = nullptr;  // a Python function
-int (*omp_threads)() = nullptr;
 
 Py_ssize_t looked_at = -1;  // number of names at the last search for overridden operators
 int overridden_number = -1;
@@ -159,13 +155,15 @@ std::vector<int64_t> values_of(int number) {
 // Adds the settings that Python reads, by functions written in C, between which Python does not
 // check for signals. Returns whether all can be read, and no kernels are chosen by measuring.
 bool add_from_python(std::vector<int64_t>& values) {
-  const auto count = PyTuple_GET_SIZE(getters);
-  if (count == 0 && tunes == Py_None) return true;
+  const auto count = PyTuple_GET_SIZE(configured.getters);
+  if (count == 0 && configured.tunes == Py_None) return true;
   const WithInterpreter held;
   try {
-    if (tunes != Py_None && expected(PyObject_CallNoArgs(tunes)).get() != Py_False) return false;
+    if (configured.tunes != Py_None) {
+      if (expected(PyObject_CallNoArgs(configured.tunes)).get() != Py_False) return false;
+    }
     for (Py_ssize_t at = 0; at < count; ++at) {
-      PyObject* pair = PyTuple_GET_ITEM(getters, at);
+      PyObject* pair = PyTuple_GET_ITEM(configured.getters, at);
       Ref value = expected(
           PyObject_Call(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), nullptr));
       values.push_back(number_of(value.get()));
@@ -193,8 +191,8 @@ std::vector<std::string> deciding_names(KernelChoice choice) {
   for (const auto& one : native()) {
     if (one.decides(choice)) names.emplace_back(one.name);
   }
-  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(getters); ++at) {
-    PyObject* getter = PyTuple_GET_ITEM(PyTuple_GET_ITEM(getters, at), 0);
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(configured.getters); ++at) {
+    PyObject* getter = PyTuple_GET_ITEM(PyTuple_GET_ITEM(configured.getters, at), 0);
     Ref name = expected(PyObject_GetAttrString(getter, "__name__"));
     const char* text = PyUnicode_AsUTF8(name.get());
     expect(text != nullptr);
@@ -211,18 +209,6 @@ bool flushes_denormals() {
 
 }  // namespace settings
 
-void set_settings(PyObject* getters, PyObject* tunes, PyObject* names, PyObject* overridden,
-                  uint64_t omp_threads) {
-  for (auto [place, value] : {std::pair{&settings::getters, getters},
-                              {&settings::tunes, tunes},
-                              {&settings::names, names},
-                              {&settings::overridden, overridden}}) {
-    Py_INCREF(value);
-    Py_XSETREF(*place, value);
-  }
-  settings::omp_threads = reinterpret_cast<int (*)()>(omp_threads);
-}
-
 PyObject* native_settings() {
   Ref all = expected(PyDict_New());
   for (const auto& [name, get] : settings::native()) {
@@ -233,21 +219,21 @@ PyObject* native_settings() {
 }
 
 void look_for_overridden() {
-  const Py_ssize_t count = PySet_GET_SIZE(settings::names);
+  const Py_ssize_t count = PySet_GET_SIZE(configured.names);
   if (count == settings::looked_at) return;
-  Ref found = expected(PyObject_CallNoArgs(settings::overridden));
+  Ref found = expected(PyObject_CallNoArgs(configured.overridden));
   settings::overridden_number = settings::number_of(found.get());
   settings::looked_at = count;
 }
 
 std::optional<Settings> Settings::present(c10::DeviceType device, KernelChoice choice) {
-  if (PySet_GET_SIZE(settings::names) != settings::looked_at) return {};
+  if (PySet_GET_SIZE(configured.names) != settings::looked_at) return {};
   Settings found{c10::get_default_dtype_as_scalartype(), settings::overridden_number};
   if (device == c10::DeviceType::CPU) {
-    if (settings::omp_threads == nullptr) return {};
+    if (configured.omp_threads == nullptr) return {};
     found.onednn = at::globalContext().userEnabledMkldnn();
     found.thread = static_cast<uint64_t>(pthread_self());
-    found.threads = settings::omp_threads();
+    found.threads = configured.omp_threads();
     found.flushes_denormals = settings::flushes_denormals();
   }
   if (choice != KernelChoice::NONE) {
@@ -279,12 +265,7 @@ Ref Settings::differing(const std::optional<Settings>& now, KernelChoice choice)
       add(then[at] != found[at], names[at].c_str());
     }
   }
-  Ref tuple = expected(PyTuple_New(static_cast<Py_ssize_t>(keys.size())));
-  for (size_t at = 0; at < keys.size(); ++at) {
-    Ref key = expected(PyUnicode_FromString(keys[at].c_str()));
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(at), key.release());
-  }
-  return tuple;
+  return tuple_of(keys, [](const std::string& key) { return PyUnicode_FromString(key.c_str()); });
 }
 
 }  // namespace storm

@@ -30,13 +30,6 @@ struct Settings {
   Ref differing(const std::optional<Settings>& now, KernelChoice choice) const;
 };
 
-// Sets how settings are read. `getters` are functions in C with their arguments, for settings that
-// only Python can read. `tunes` returns whether kernels are chosen by measuring; it is None if they
-// never are. `names` is the set of operators with Python kernels; `overridden` returns those that
-// count. `omp_threads` is the address of omp_get_max_threads.
-void set_settings(PyObject* getters, PyObject* tunes, PyObject* names, PyObject* overridden,
-                  uint64_t omp_threads);
-
 // Returns the settings that are read without Python, as a dict: numbers that stand for values, by
 // the names of the torch._C functions that return the same settings.
 PyObject* native_settings();

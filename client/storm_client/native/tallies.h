@@ -39,6 +39,4 @@ struct Tallies {
 
 extern PyTypeObject TalliesType;
 
-Tallies& tallies_of(PyObject* self);
-
 }  // namespace storm

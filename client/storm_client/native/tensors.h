@@ -27,6 +27,19 @@ inline c10::StorageImpl* storage_of(const at::TensorImpl* impl) {
   return impl->unsafe_storage().unsafeGetStorageImpl();
 }
 
+inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return storage_of(tensor.unsafeGetTensorImpl());
+}
+
+inline int64_t stored_bytes(const at::Tensor& tensor) {
+  return static_cast<int64_t>(storage_of(tensor)->nbytes());
+}
+
+// Returns a tensor's present version, by which changes in place are counted.
+inline uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 inline int64_t nbytes_of(const at::TensorImpl* impl) {
   return impl->numel() * static_cast<int64_t>(impl->itemsize());
 }

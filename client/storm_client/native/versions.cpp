@@ -1,20 +1,12 @@
 #include "versions.h"
 
+#include "configured.h"
+#include "objects.h"
 #include "recipes.h"
 
 #include <ATen/ops/empty.h>
 
 namespace storm {
-namespace {
-
-PyObject* changed_error = nullptr;
-
-}  // namespace
-
-void set_changed_error(PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(changed_error, function);
-}
 
 SavedVersion::SavedVersion(const at::Tensor& tensor)
     : counter_(tensor.unsafeGetTensorImpl()->version_counter()),
@@ -35,13 +27,11 @@ void SavedVersion::check() const {
   const uint32_t found = counter_.current_version();
   if (found == expected_) return;
   at::Tensor like = at::empty({0}, at::TensorOptions().dtype(dtype_).device(device_));
-  Ref shape = expected(PyTuple_New(static_cast<Py_ssize_t>(shape_.size())));
-  for (size_t at = 0; at < shape_.size(); ++at) {
-    PyTuple_SET_ITEM(shape.get(), at, expected(PyLong_FromLongLong(shape_[at])).release());
-  }
+  Ref shape = numbers(shape_);
   Ref wrapped = expected(THPVariable_Wrap(like));
-  Ref error = expected(PyObject_CallFunction(changed_error, "OOsIII", wrapped.get(), shape.get(),
-                                             producer_.c_str(), output_, expected_, found));
+  Ref error = expected(PyObject_CallFunction(configured.changed, "OOsIII", wrapped.get(),
+                                             shape.get(), producer_.c_str(), output_, expected_,
+                                             found));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
   throw python_error();
 }

@@ -48,7 +48,4 @@ class SavedVersion {
   c10::SmallVector<int64_t, 5> shape_;
 };
 
-// Sets the Python function that returns the error for such a change; see saved/versions.py.
-void set_changed_error(PyObject* function);
-
 }  // namespace storm

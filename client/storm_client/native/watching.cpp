@@ -219,6 +219,21 @@ bool Watcher::unwatch() {
   return true;
 }
 
+PyObject* watch_for(PyObject* self, Watcher& watcher) {
+  HANDLE_TH_ERRORS
+  watcher.watch();
+  Py_INCREF(self);  // until `unwatch`
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unwatch_for(PyObject* self, Watcher& watcher) {
+  HANDLE_TH_ERRORS
+  if (watcher.unwatch()) Py_DECREF(self);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 size_t watchers() { return watched.watchers.size(); }
 
 PausedWatching::PausedWatching() { ++watched.paused; }

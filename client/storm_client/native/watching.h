@@ -41,6 +41,10 @@ class Watcher {
   bool unwatch();
 };
 
+// `watch` and `unwatch` as methods of a watcher's Python object, which lives at least as long.
+PyObject* watch_for(PyObject* self, Watcher& watcher);
+PyObject* unwatch_for(PyObject* self, Watcher& watcher);
+
 // Returns whether the reported call is part of a call that a tensor subclass handles.
 bool is_in_subclass();
 

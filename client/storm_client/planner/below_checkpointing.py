@@ -27,9 +27,6 @@ from storm_client.planner.timeline import (
 
 __all__ = ["choose_below_checkpointing", "is_below_checkpointing", "room_below_checkpointing"]
 
-TRIES: Final = 4
-"""Budgets that are tried. Each is lower than the one before by the bytes that were lacking."""
-
 LOSS_COPIES: Final = 7
 """Memory of a loss for half-precision logits, as a multiple of their bytes. In single precision the
 logits, their softmax and its gradient take two each; the gradient of the logits takes one."""
@@ -49,37 +46,12 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     if not _is_known(problem):
         return best
     most = checkpointed(problem)
-    found = [_as_full(solver, problem, best, most)]
+    found = [_keeping_what_fits(solver, problem, best, most)]
     kept = {n for n in kept_by_checkpointing(problem) if problem.values[n].is_saved}
     begun = solver.choose(0, kept=kept)
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         found.append(_keeping_what_fits(solver, problem, begun, most))
     return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
-
-
-def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
-    """Return a choice that extends `best`, the best for its bytes, to the room there is."""
-    room = _room(problem, best, most)
-    allowed, budget = _min_room(room), best.kept_bytes + room[-1]
-    for _ in range(TRIES):
-        if budget <= best.kept_bytes:
-            break
-        tried = solver.choose(budget)
-        lacking = _lacking(allowed, _room(problem, tried, most))
-        if lacking <= 0:
-            best = tried
-            break
-        budget = tried.kept_bytes - lacking
-    return _keeping_what_fits(solver, problem, best, most)
-
-
-def _min_room(room: Sequence[int]) -> list[int]:
-    """Return the room that a choice must leave if it extends one that leaves `room`.
-
-    Where the latter exceeds the peak, the extended choice may exceed it equally. So values that fit
-    at other moments can still be kept.
-    """
-    return [min(0, nbytes) for nbytes in room]
 
 
 def _lacking(allowed: Sequence[int], room: Sequence[int]) -> int:
@@ -145,10 +117,11 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
     """Return a choice that also keeps values for which there is room until they are used.
 
     Then less is recomputed or in flight. So the other decisions are made anew, as long as that
-    saves time.
+    saves time. Where the first choice exceeds the peak, the result may exceed it equally: so values
+    that fit at other moments can still be kept.
     """
     room = _room(problem, choice, most)
-    allowed = _min_room(room)
+    allowed = [min(0, nbytes) for nbytes in room]
     while True:
         choice = _filled(solver, problem, choice, most, room=room, allowed=allowed)
         kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from storm_client.planner.prices import MadeValue
+if TYPE_CHECKING:
+    from storm_client.eager.events import RecordedValue
 
 __all__ = ["block_ends", "numbered_layers"]
 
@@ -24,16 +25,7 @@ FEWEST: Final = 2
 """Fewest blocks of one list that a user would probably checkpoint."""
 
 
-class PlacedValue(MadeValue, Protocol):
-    """A value whose module is known by its qualified name, `path`."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def is_made_inside(self) -> bool: ...
-
-
-def block_ends(values: Sequence[PlacedValue]) -> frozenset[int]:
+def block_ends(values: Sequence[RecordedValue]) -> frozenset[int]:
     """Return the numbers of the values that checkpointing keeps; none where there are no blocks.
 
     `values` are those of the step, in order. If a block ends with a norm of a value that is saved
@@ -73,7 +65,7 @@ def _lasts(names: Sequence[str]) -> dict[str, int]:
 
 
 def _chained(
-    block: str, values: Sequence[PlacedValue], outer: Sequence[str], inner: Sequence[str]
+    block: str, values: Sequence[RecordedValue], outer: Sequence[str], inner: Sequence[str]
 ) -> dict[str, int]:
     """Return the last values of a block's inner blocks; none unless each continues the one before.
 
@@ -93,7 +85,7 @@ def _chained(
     return lasts
 
 
-def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[PlacedValue]) -> int:
+def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[RecordedValue]) -> int:
     """Return the bytes that blocks keep, plus the saved bytes of the largest block."""
     saved: Counter[str] = Counter()
     for name, value in zip(names, values, strict=True):
@@ -102,7 +94,7 @@ def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[PlacedV
     return kept + max((saved[name] for name in lasts), default=0)
 
 
-def _made_from(number: int, values: Sequence[PlacedValue], names: Sequence[str]) -> int:
+def _made_from(number: int, values: Sequence[RecordedValue], names: Sequence[str]) -> int:
     """Return the saved value that a value is made from by cheap one-input operations, or itself."""
     while True:
         value = values[number]

@@ -6,33 +6,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias
 
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem, Value
 
+if TYPE_CHECKING:
+    from storm_client.eager.events import RecordedValue
+
 __all__ = ["MadeValue", "Priced", "likeness", "operation_seconds"]
 
 
-class MadeValue(Protocol):
-    """A value of a step, as the planner or a recording knows it; see `Value`."""
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def is_expensive(self) -> bool: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
-    @property
-    def is_saved(self) -> bool: ...
+MadeValue: TypeAlias = "Value | RecordedValue"
+"""A value of a step, as the planner or a recording knows it."""
 
 
 def operation_seconds(values: Sequence[Value], machine: Machine) -> list[float]:

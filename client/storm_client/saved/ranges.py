@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,13 +26,15 @@ from storm_client.saved.snapshots import Ready, SnapshotProof
 from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
+    from storm_client.compile.stored import Announced
     from storm_client.lanes import Stream
     from storm_client.monitoring.shared_counts import RangeRecorder
+    from storm_client.planner import Step
+    from storm_client.transport.session import Session
 
 __all__ = [
     "DeadRange",
     "Handle",
-    "Holder",
     "Located",
     "Part",
     "RangePhase",
@@ -44,44 +46,8 @@ __all__ = [
 ]
 
 
-class Holder(Protocol):
-    """Holds the bytes of records: a session."""
-
-    has_in_place: bool
-    """Whether bytes may be restored into memory of their own."""
-
-    def load(self, use: Use, *, is_first: bool, may_hand_out: bool = False) -> Located:
-        """Return where the bytes of a use are in memory, or will be in stream order."""
-        ...
-
-    def send(self, record: StoredRange) -> None:
-        """Offload a record unless that has been done."""
-        ...
-
-    def prefetch(self, uses: UpcomingUses) -> None:
-        """Begin to prefetch the records that are used next."""
-        ...
-
-
-class UpcomingUses(Protocol):
-    """The records that are expected to be needed after a handle; the handle's step knows them."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a look at the next records is worth its cost."""
-        ...
-
-    def upcoming(self) -> list[StoredRange]:
-        """Return the next living records, the nearest first."""
-        ...
-
-    def unseen(self) -> list[StoredRange | None]:
-        """Return the next records that were not looked at yet; None stands for a dead record."""
-        ...
-
-    def saw(self, count: int) -> None:
-        """Note that the first `count` of the unseen are in memory or have been requested."""
-        ...
+UpcomingUses: TypeAlias = "Step | Announced"
+"""Knows the records that are expected to be needed after a use."""
 
 
 class WeakStorage:
@@ -185,7 +151,7 @@ class StoredRange:
 
     def __init__(
         self,
-        session: Holder,
+        session: Session,
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
         stats: RangeRecorder,

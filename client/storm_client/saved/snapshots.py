@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import weakref
 from sys import getrefcount
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from storm_client.saved.versions import View
 
+if TYPE_CHECKING:
+    from storm_client.eager.proofs import UnchangedTrial
+    from storm_client.saved.ranges import StoredRange
+
 __all__ = [
     "Ready",
-    "ReadyTrial",
     "SnapshotProof",
     "Unchanging",
     "base_of",
@@ -36,14 +39,7 @@ __all__ = [
 _use_count = torch._C._storage_Use_Count
 
 
-class _Holder(Protocol):
-    """Holds a storage in one attribute, and leaf tensors of that storage in another."""
-
-    source: torch.UntypedStorage | None
-    leaves: dict[int, torch.Tensor]
-
-
-def is_unshared(holder: _Holder) -> bool:
+def is_unshared(holder: StoredRange) -> bool:
     """Return whether only `holder` holds the storage and its leaves; no leaf has other data."""
     if holder.source is None:
         return False
@@ -89,27 +85,6 @@ class SnapshotProof:
         )
 
 
-class ReadyTrial(Protocol):
-    """Tests whether a value's bytes stay as computed until it is offloaded."""
-
-    @property
-    def signature(self) -> object:
-        """The step signature of the value."""
-        ...
-
-    def is_same(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether `storage` has the bytes that were computed."""
-        ...
-
-    def succeed(self) -> None:
-        """Note that the bytes did not change."""
-        ...
-
-    def fail(self) -> None:
-        """Note that the bytes changed."""
-        ...
-
-
 class Ready(NamedTuple):
     """A storage as it was right after the function that computed it, when `proof` was made.
 
@@ -120,7 +95,7 @@ class Ready(NamedTuple):
     proof: SnapshotProof
     sequence: int
     """The number that the lane publishes once the bytes are computed; 0 during a trial."""
-    trial: ReadyTrial | None = None
+    trial: UnchangedTrial | None = None
 
     def holds_for(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage has the bytes of `tensor`; if not, a running trial fails."""

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from storm_client.arguments import check_codec, plan_options, size_of
+from storm_client.arguments import check_choice, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.backend import supply_of
 from storm_client.compile.target import Target
@@ -34,6 +34,7 @@ from storm_client.step.program import GENERATORS, Program, program_of
 from storm_client.step.side_effects import Objects
 from storm_client.step.state import State, described
 from storm_client.step.temporaries import most_at_once
+from stormd.protocol import CODECS
 
 __all__ = ["CompiledStep"]
 
@@ -76,9 +77,8 @@ class CompiledStep:
             raise UsageError(f"step is of type {type(step).__name__}; pass a function")
         if type(captures) is not int or captures < 1:
             raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
-        if codegen not in GENERATORS:
-            raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(GENERATORS)}")
-        check_codec(codec)
+        check_choice("codegen", codegen, GENERATORS)
+        check_choice("codec", codec, CODECS)
         asked = plan_options(budget, "learn", replay=False).budget
         least = size_of(min_bytes, "min_bytes")
         self._step = step

@@ -20,7 +20,7 @@ from storm_client.planner.machine import TransferFigures
 from storm_client.transport.sessions import Sessions
 from stormd.protocol import Ping, Status, StatusRequest
 
-__all__ = ["ATTEMPT_SECONDS", "Outage", "Supply"]
+__all__ = ["Supply"]
 
 FIGURES_SECONDS = 0.5
 """For a daemon to report its copies' speeds; a plan can do without them."""
@@ -46,7 +46,9 @@ class Supply:
         self._connect = connect
         # Protects all attributes below; a signal handler that closes may interrupt its owner.
         self._lock = threading.RLock()
-        self._outage = Outage()
+        self._is_announced = False  # whether the loss is known
+        self._is_trying = False  # whether an attempt to reconnect is under way
+        self._next_attempt = float("-inf")
         self._found: Sessions | None = None
         self._attempt: threading.Thread | None = None
         self._closed = False
@@ -128,7 +130,7 @@ class Supply:
                 return  # another thread has taken them, or `close` ends them
             self._found = None
             lost, self._sessions = self._sessions, found
-            self._outage.end()
+            self._is_announced = False
         lost.close()
 
     def _warn_and_reconnect(self, loss: DaemonLost, lost: Sessions) -> None:
@@ -139,14 +141,17 @@ class Supply:
         with self._lock:
             if self._found is not None or self._sessions is not lost:
                 return
-            if self._outage.announce():
+            if not self._is_announced:
+                self._is_announced = True
                 warnings.warn(
                     f"{loss}; activations stay in memory until a daemon answers there again",
                     RuntimeWarning,
                     stacklevel=4,
                 )
-            if self._closed or not self._outage.attempt(time.monotonic()):
+            now = time.monotonic()
+            if self._closed or self._is_trying or now < self._next_attempt:
                 return
+            self._is_trying, self._next_attempt = True, now + ATTEMPT_SECONDS
             attempt = self._attempt = threading.Thread(
                 target=self._reconnect, name="storm-reconnect", daemon=True
             )
@@ -159,42 +164,5 @@ class Supply:
                 found = self._connect()
         finally:
             with self._lock:
-                self._outage.attempted()
+                self._is_trying = False
                 self._found = found
-
-
-class Outage:
-    """Decides when to look for a daemon after one was lost; it does not read the clock itself.
-
-    An outage is announced once. Every step that begins asks whether to make an attempt. Only one
-    attempt runs at a time, and attempts start at least ATTEMPT_SECONDS apart. `now` is in seconds
-    of any monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        """Start in the state where a daemon answers."""
-        self._announced = False
-        self._trying = False
-        self._next = float("-inf")
-
-    def announce(self) -> bool:
-        """Note that the daemon is lost; return whether that was not known yet."""
-        news = not self._announced
-        self._announced = True
-        return news
-
-    def attempt(self, now: float) -> bool:
-        """Return whether an attempt is due; if so it counts as started."""
-        if self._trying or now < self._next:
-            return False
-        self._trying = True
-        self._next = now + ATTEMPT_SECONDS
-        return True
-
-    def attempted(self) -> None:
-        """Note that the running attempt has ended, with or without success."""
-        self._trying = False
-
-    def end(self) -> None:
-        """Note that a daemon answers again: the next loss is a new outage."""
-        self._announced = False

@@ -8,7 +8,7 @@ any more. The backward pass finds it as it finds any offloaded tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -20,10 +20,11 @@ from storm_client.saved.versions import SavedVersion, View
 from storm_client.transport.interrupts import SafeWeakSet
 
 if TYPE_CHECKING:
-    from storm_client.saved.ranges import Handle
+    from storm_client.native import _follow
+    from storm_client.saved.versions import KeptTensor
     from storm_client.transport.session import Session
 
-__all__ = ["Kept", "kept_bytes", "note", "offload_kept"]
+__all__ = ["kept_bytes", "note", "offload_kept"]
 
 MIN_BYTES: Final = 1 << 20
 """Smaller tensors are kept: moving them would free little."""
@@ -33,29 +34,13 @@ CODEC: Final = "ancf"
 _use_count = torch._C._storage_Use_Count
 
 
-class Kept(Protocol):
-    """Autograd's object for a tensor that is kept."""
+_Kept: TypeAlias = "KeptTensor | _follow.Kept"
 
-    @property
-    def is_alias(self) -> bool:
-        """Whether the token is an alias and not the tensor itself."""
-        ...
-
-    @property
-    def token(self) -> torch.Tensor | None:
-        """The tensor that keeps the memory alive."""
-        ...
-
-    def move(self, moved: Handle, /) -> None:
-        """Give up the tensor's memory; `moved` has its bytes."""
-        ...
-
-
-_NOTED: Final[SafeWeakSet[Kept]] = SafeWeakSet()
+_NOTED: Final[SafeWeakSet[KeptTensor]] = SafeWeakSet()
 """The kept tensors of Python; compiled code knows its own."""
 
 
-def note(kept: Kept, nbytes: int) -> None:
+def note(kept: KeptTensor, nbytes: int) -> None:
     """Remember a kept tensor weakly if it may be moved."""
     if nbytes >= MIN_BYTES and kept.is_alias:
         _NOTED.add(kept)
@@ -83,16 +68,16 @@ def offload_kept(session: Session) -> int:
     return moved
 
 
-def _living() -> Iterator[Kept]:
+def _living() -> Iterator[_Kept]:
     yield from _NOTED
     module = native.module()
     if module is not None:
         yield from module.kept()
 
 
-def _storages(device: torch.device) -> dict[int, list[Kept]]:
+def _storages(device: torch.device) -> dict[int, list[_Kept]]:
     """Return the kept tensors of a device, by storage."""
-    found: dict[int, list[Kept]] = {}
+    found: dict[int, list[_Kept]] = {}
     for kept in _living():
         token = kept.token if kept.is_alias else None
         if type(token) is not torch.Tensor:
@@ -105,12 +90,12 @@ def _storages(device: torch.device) -> dict[int, list[Kept]]:
     return found
 
 
-def _nbytes(group: list[Kept]) -> int:
+def _nbytes(group: list[_Kept]) -> int:
     token = group[0].token
     return 0 if token is None else token.untyped_storage().nbytes()
 
 
-def _move(group: list[Kept], session: Session, step: Step, stats: StatsRecorder) -> int:
+def _move(group: list[_Kept], session: Session, step: Step, stats: StatsRecorder) -> int:
     """Move the kept tensors of one storage if nobody else holds it; return the storage's bytes."""
     tokens = [token for kept in group if (token := kept.token) is not None]
     if len(tokens) < len(group):

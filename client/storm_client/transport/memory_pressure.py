@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from functools import cache
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -25,31 +25,15 @@ from storm_client.transport.interrupts import SafeWeakSet
 from storm_client.transport.kept_memory import kept_bytes
 from stormd.protocol.sizes import format_size
 
+if TYPE_CHECKING:
+    from storm_client.transport.device_memory import DeviceMemory
+
 __all__ = ["MayFail", "make_room", "retry_allocations", "watch"]
 
 log = logging.getLogger(__name__)
 
 
-class _Owner(Protocol):
-    """Uses a device's memory for transfers."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def unmap_freed_memory(self) -> None:
-        """Have the daemon unmap freed memory."""
-        ...
-
-    def make_room(self) -> None:
-        """Free all memory that the step does not need for now."""
-        ...
-
-    def offload_kept(self) -> int:
-        """Offload kept tensors that nobody else holds; return the number of bytes."""
-        ...
-
-
-_OWNERS: Final[SafeWeakSet[_Owner]] = SafeWeakSet()
+_OWNERS: Final[SafeWeakSet[DeviceMemory]] = SafeWeakSet()
 
 
 class _Thread(threading.local):
@@ -61,7 +45,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def watch(owner: _Owner) -> None:
+def watch(owner: DeviceMemory) -> None:
     """Call the owner whenever its device's memory runs out."""
     _OWNERS.add(owner)
     _observe()
@@ -115,7 +99,7 @@ def _on_out_of_memory(device: int, wanted: int, allocated: int, free: int) -> No
         owner.unmap_freed_memory()
 
 
-def _owners(ordinal: int) -> list[_Owner]:
+def _owners(ordinal: int) -> list[DeviceMemory]:
     return [owner for owner in _OWNERS if owner.device.index == ordinal]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import storm_client as storm
 import torch
+from support.planning import latest_problem
 from torch import nn
 
 STEPS = 6
@@ -21,9 +22,7 @@ def trained(client: storm.Client, *ends: Callable[[nn.Module], None]) -> list[bo
             loss = model(torch.ones(64, 64)).square().sum()
         loss.backward()
         end(model)
-        signature = offload._planning._signatures.latest
-        assert signature is not None
-        found.append(offload._planning.maker.problem(signature).finds_gradients)
+        found.append(latest_problem(offload).finds_gradients)
     return found
 
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks as packing
-from storm_client.eager import early_reads, plan_maker, signature
-from storm_client.eager.events import RecordedValue
+from storm_client.eager import early_reads
 from storm_client.planner import in_flight as window
 from storm_client.planner.in_flight import DeviceWindow
-from storm_client.planner.problem import Value
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.stores import Stores
 from storm_client.transport.transfer import Outgoing
 from support.following import follow_by
-from support.planning import SOME_REPLAYS, mind_the_device_alone
+from support.planning import offload_products
 from support.random_programs import run
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
@@ -56,22 +54,13 @@ class Reader:
 
 
 BEGIN_STORE = Stores.begin_store
-PLANNED = RecordedValue.planned
-
-
-def untimed(value: RecordedValue) -> Value:
-    return replace(PLANNED(value), seconds=0.0)
 
 
 @pytest.fixture
 def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = Reader()
     follow_by("python", monkeypatch)  # small results leave together where compiled code follows
-    monkeypatch.setattr(plan_maker, "machine_of", lambda _: SOME_REPLAYS)
-    mind_the_device_alone(monkeypatch)
-    monkeypatch.setattr(RecordedValue, "planned", untimed)  # so that products leave
-    monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
-    monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())  # so that all may
+    offload_products(monkeypatch)
     monkeypatch.setattr(early_reads, "LARGE_BYTES", 0)
     monkeypatch.setattr(window, "MIN_BYTES", 0)  # so that all leaves
     monkeypatch.setattr(DeviceWindow, "record_store", lambda _window, _nbytes: None)

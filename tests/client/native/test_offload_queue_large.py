@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager import plan_maker, signature
-from storm_client.eager.events import RecordedValue
 from storm_client.hooks import StepHooks
 from storm_client.results import Results
 from support.following import Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane
 from support.interrupted_sends import interrupt_second
-from support.planning import SOME_REPLAYS, mind_the_device_alone
+from support.planning import offload_products
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
 from torch import Tensor
@@ -54,14 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
-    planned = RecordedValue.planned
-    monkeypatch.setattr(plan_maker, "machine_of", lambda _: SOME_REPLAYS)
-    mind_the_device_alone(monkeypatch)
-    monkeypatch.setattr(
-        RecordedValue, "planned", lambda value: replace(planned(value), seconds=0.0)
-    )
-    monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
-    monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())
+    offload_products(monkeypatch)
     monkeypatch.setattr(InPlaceCpuLane, "budget_bytes", 4 * MIB)  # so that all leaves
     return follow_by("compiled", monkeypatch)
 

@@ -18,7 +18,7 @@ from storm_client.planner.problem import NO_LOSS, PlainLoss, Problem
 from storm_client.planner.solver import choose
 from storm_client.planner.timeline import Timeline, checkpointed, kept_by_checkpointing, planned
 from support.peak_memory import peak_bytes
-from support.planning import alike_blocks, value
+from support.planning import alike_blocks, latest_problem, value
 from support.same_bits import set_tiles
 from torch import Tensor, nn
 from torch.nn import functional
@@ -240,7 +240,7 @@ def test_parameters_that_only_small_results_read_have_gradients_too(client: stor
     with offload:
         loss = model(x, condition).square().sum()
     loss.backward()
-    problem = offload._planning.maker.problem(offload._planning._signatures.latest)
+    problem = latest_problem(offload)
     parameters = sum(one.nbytes for one in model.parameters())
     assert sum(one.parameter_bytes for one in problem.values) == parameters
 
@@ -266,7 +266,7 @@ def test_checkpointing_does_not_keep_what_a_block_makes_of_its_input(
     with offload:
         loss = model(x).square().sum()
     loss.backward()
-    problem = offload._planning.maker.problem(offload._planning._signatures.latest)
+    problem = latest_problem(offload)
     assert not any(one.is_made_inside for one in problem.values[1:])  # they begin as zeros
     first = problem.values[0]
     assert (first.nbytes, first.is_given, first.is_made_inside) == (640 * 64, True, True)
@@ -292,8 +292,7 @@ def test_with_checkpointing_a_loss_takes_what_pytorchs_own_does(
     offload = client.offload(model, min_bytes=1024)
     for _ in range(5):
         train(work, offload)
-    signature = offload._planning._signatures.latest
-    problem = offload._planning.maker.problem(signature)
+    problem = latest_problem(offload)
     made = 256 * 4096 * 4
     cast = made if dtype != torch.float32 else 0
     assert problem.plain_loss == (made + cast, 3 * made - 256 * 4096 * dtype.itemsize)
@@ -336,7 +335,7 @@ def test_with_checkpointing_a_loss_under_autocast_takes_what_it_does(
     offload = client.offload(model, min_bytes=1024)
     for _ in range(5):
         train(work, offload, caches=True)
-    problem = offload._planning.maker.problem(offload._planning._signatures.latest)
+    problem = latest_problem(offload)
     assert problem.plain_loss.forward_bytes
     assert any(one.is_cached for one in problem.values)
     model.zero_grad()

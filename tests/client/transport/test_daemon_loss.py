@@ -7,13 +7,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import storm_client as storm
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from storm_client.transport.daemon_loss import ATTEMPT_SECONDS, Outage, Supply
+from storm_client.transport.daemon_loss import Supply
 from support.checked_training import MIN_BYTES, Training
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
@@ -158,6 +157,38 @@ def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
     assert len(made) == 2
 
 
+def test_attempts_begin_apart_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, begun, go_on = SimpleNamespace(now=0.0), list[float](), threading.Event()
+    monkeypatch.setattr(
+        "storm_client.transport.daemon_loss.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    sessions = FakeSessions()
+
+    def connect() -> FakeSessions:
+        if not sessions.lost:
+            return sessions
+        begun.append(clock.now)
+        assert go_on.wait(30)
+        raise storm.DaemonLost("no daemon answers")
+
+    def step(now: float) -> None:
+        clock.now = now
+        supply.current()
+
+    supply = Supply(connect, keeps_without_daemon=True)  # type: ignore[arg-type]
+    sessions.lost = True
+    with pytest.warns(RuntimeWarning):
+        step(0.0)
+    for now in (0.5, 5.0):
+        step(now)
+    go_on.set()
+    for now in (5.0, 5.5, 6.0, 6.9):
+        supply._attempt.join()
+        step(now)
+    supply.close()
+    assert begun == [0.0, 5.0, 6.0]
+
+
 def _offloads(offload: storm.Offload) -> bool:
     """Do a step; tell whether it gave the daemon anything."""
     before = offload.stats().offloaded_bytes
@@ -165,28 +196,3 @@ def _offloads(offload: storm.Offload) -> bool:
         loss = torch.ones(MIN_BYTES, requires_grad=True).exp().square().sum()
     loss.backward()
     return offload.stats().offloaded_bytes > before
-
-
-# --- when to look for a daemon again ---
-
-
-def test_it_is_announced_once_until_it_ends() -> None:
-    outage = Outage()
-    assert [outage.announce(), outage.announce()] == [True, False]
-    outage.end()
-    assert outage.announce()
-
-
-@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans()), max_size=50))
-def test_whenever_it_is_asked(events: list[tuple[float, bool]]) -> None:
-    outage, now, begun, under_way = Outage(), 0.0, [-ATTEMPT_SECONDS], False
-    for pause, ends in events:
-        now += pause
-        if ends and under_way:
-            outage.attempted()
-            under_way = False
-        due = outage.attempt(now)
-        assert due == (not under_way and now >= begun[-1] + ATTEMPT_SECONDS)
-        if due:
-            begun.append(now)
-            under_way = True

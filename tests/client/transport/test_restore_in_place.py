@@ -191,7 +191,7 @@ def test_a_daemon_that_does_not_deliver_is_an_error(
 def test_a_daemon_that_answers_others_alone_is_an_error_that_says_so(
     client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch, is_handed_out: bool
 ) -> None:
-    _x, loss = handed_out(client, way)
+    _x, loss = handed_out(client)
     if not is_handed_out:
         monkeypatch.setattr(way, "waits_on_device", False)
     session = client._supply.sessions.of(torch.device("cpu"))
@@ -209,12 +209,12 @@ def test_a_daemon_that_answers_others_alone_is_an_error_that_says_so(
     del loss
 
 
-def handed_out(client: storm.Client, way: FakeInPlace, **options: bool) -> tuple[Tensor, Tensor]:
+def handed_out(client: storm.Client) -> tuple[Tensor, Tensor]:
     """Return a leaf and a loss of it whose saved tensors are away, none of which comes early."""
     session = client._supply.sessions.of(torch.device("cpu"))
     session.transfers.window.limit = session.transfers.window._ceiling = MIB
     x = leaf()
-    with client.offload(min_bytes=1, **options) as offload:
+    with client.offload(min_bytes=1) as offload:
         loss = chain(x, 8)
     offload.stats()
     return x, loss
@@ -224,7 +224,7 @@ def test_memory_is_used_before_the_daemon_has_answered(
     client: storm.Client, way: FakeInPlace
 ) -> None:
     for _ in range(PASSES):  # the daemon may have answered for all of one before it is asked for
-        x, loss = handed_out(client, way)
+        x, loss = handed_out(client)
         loss.backward()
         expected = x.detach().clone().requires_grad_()
         assert torch.equal(x.grad, gradient(chain(expected, 8), expected))
@@ -237,7 +237,7 @@ def test_memory_is_used_before_the_daemon_has_answered(
 
 
 def test_outside_of_a_backward_pass_the_host_waits(client: storm.Client, way: FakeInPlace) -> None:
-    x, loss = handed_out(client, way)
+    x, loss = handed_out(client)
     node = loss.grad_fn.next_functions[0][0]
     while (saved := getattr(node, "_saved_self", None)) is None:
         node = node.next_functions[0][0]
@@ -268,7 +268,7 @@ def test_where_a_hook_may_use_a_gradient_the_host_waits(
 def test_what_was_used_and_is_damaged_ends_the_backward_pass(
     client: storm.Client, way: FakeInPlace, daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _x, loss = handed_out(client, way)
+    _x, loss = handed_out(client)
     transfers = client._supply.sessions.of(torch.device("cpu")).transfers
     reply, held = transfers.on_reply, []
 
@@ -302,7 +302,7 @@ def test_a_pass_whose_daemon_does_not_answer_ends_in_an_error(
     client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the daemon may still be writing to is kept, and no stream waits for it any more."""
-    _x, loss = handed_out(client, way)
+    _x, loss = handed_out(client)
     session = client._supply.sessions.of(torch.device("cpu"))
     released, release = [], way.end_waits
     monkeypatch.setattr(way, "end_waits", lambda one: (released.append(one), release(one)))
