@@ -13,8 +13,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
-from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
+from functools import lru_cache, partial
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +33,7 @@ from torch.optim.optimizer import Optimizer
 from storm_client.step.places import Places
 from storm_client.step.reachable import VALUES
 from storm_client.step.recording import is_of_a_capture
+from storm_client.step.refusals import leaves_behind
 from storm_client.step.variables import (
     CONTAINERS,
     CONTENTS,
@@ -91,9 +101,11 @@ class Called:
         self._looked_into: dict[tuple[int, int], Callable[[], object]] = {}
         """Objects by their ids and those of the code that reads them."""
         self._reached: dict[int, Callable[[], object]] = {}
+        self._caches: list[Any] = []
+        """The functions with a `functools.lru_cache` among them."""
         self._made: dict[int, Callable[[], object]] = {}
         """Objects that the step makes, whose attributes are its own concern."""
-        self._closures: dict[int, dict[tuple[int, ...], dict[str, Comparison]]] = {}
+        self._closures: dict[int, dict[tuple[int, ...], dict[str, tuple[Any, Comparison]]]] = {}
         """By the id of code, what its functions had in their cells when they began."""
 
     def note(self, frame: FrameType) -> None:
@@ -116,7 +128,7 @@ class Called:
         found = []
         for name, find, is_same in self._places.values():
             now = find()
-            if now is _GONE:
+            if now is _GONE or _leads_to_capture(now):  # `Places` looks for what a capture leaves
                 continue
             if not is_same(now):
                 self.changed[name] = identified(now)
@@ -124,6 +136,7 @@ class Called:
         self._found = found
         for table in (self._places, self._looked_into, self._reached, self._made, self._closures):
             table.clear()  # runs need none of them, and they hold objects
+        self._caches.clear()
 
     def different(self) -> Iterator[str]:
         """Yield the names of what is no longer as it was when the capture had ended."""
@@ -131,6 +144,23 @@ class Called:
             now = find()
             if now is not _GONE and not is_same(now):
                 yield name
+
+    def check(self) -> None:
+        """Raise UsageError if something of the capture's is in a global or a function's cache."""
+        self.places.check()
+        for cache in self._caches_of_capture():
+            raise leaves_behind(f"the cache of {cache.__qualname__}")
+
+    def put_back(self) -> None:
+        """Take out what the capture has left there."""
+        self.places.put_back()
+        for cache in self._caches_of_capture():
+            cache.cache_clear()
+
+    def _caches_of_capture(self) -> list[Any]:
+        return [
+            cache for cache in self._caches if any(map(Places().is_left, gc.get_referents(cache)))
+        ]
 
     # --- what is noted ----------------------------------------------------------------------
 
@@ -151,7 +181,7 @@ class Called:
             if free:
                 of_code = self._closures.setdefault(id(code), {})
                 if (key := tuple(map(id, free.values()))) not in of_code:
-                    of_code[key] = {name: _comparison(one) for name, one in free.items()}
+                    of_code[key] = {name: (one, _comparison(one)) for name, one in free.items()}
         for one in given:
             if not _has(self._made, id(one), one):
                 self._look_into(type(one).__name__, one, code)
@@ -161,6 +191,11 @@ class Called:
             is_one = str(table.get("__name__")).split(".")[0] in _LIBRARIES
             self._tables[id(table)] = table, is_one
         return self._tables[id(table)][1]
+
+    def _is_own(self, value: Any) -> bool:
+        """Return whether a value is a function of no library, or one with a cache."""
+        is_own = isinstance(value, FunctionType) and not self._is_of_library(value.__globals__)
+        return is_own or isinstance(value, _CACHED)
 
     def _is_importing(self, caller: FrameType | None) -> bool:
         """Return whether a function is called by an import, as a finder of modules is."""
@@ -216,9 +251,19 @@ class Called:
                     self._note(inner, (id(one), ""), partial(_itself, one), code)
                 else:
                     self._look_into(inner, one, code)
-        if not (isinstance(value, (type, ModuleType)) and is_pytorchs(value)):
+        if self._is_own(value) or isinstance(value, _HOLDERS):
+            self._note_bound(name, value, code)
+        elif not (isinstance(value, (type, ModuleType)) and is_pytorchs(value)):
             for attribute in self._known(code).names:
                 self._note_attribute(name, value, attribute, code)
+
+    def _note_bound(self, name: str, value: Any, code: CodeType) -> None:
+        """Note what a function has besides its variables, or an object of C's has bound."""
+        if isinstance(value, _CACHED):
+            self._caches.append(value)
+        find = partial(_held_by, reference(value))
+        if any(find()):
+            self._note(name, (id(value), "()"), find, code)
 
     def _note_attribute(self, name: str, owner: Any, key: str, code: CodeType) -> None:
         table = table_of(owner)
@@ -236,7 +281,7 @@ class Called:
             if isinstance(found, MemberDescriptorType):  # one of __slots__
                 find = partial(_in_slot, reference(owner), found)
                 self._note(name, (id(owner), key), find, code)
-            elif not hasattr(type(found), "__get__"):
+            elif not hasattr(type(found), "__get__") or self._is_own(found):
                 find = partial(kind.__dict__.get, key, _MISSING)
                 self._note(name, (id(kind), key), find, code)
                 break
@@ -257,15 +302,37 @@ class Called:
             code = function.__code__
             cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
             for before in self._closures.get(id(code), {}).values():
-                if all(_fits(cells[name], is_same) for name, is_same in before.items()):
-                    for name, is_same in before.items():
+                if all(_fits(cells[name], value) for name, (value, _) in before.items()):
+                    for name, (_, is_same) in before.items():
                         find = partial(_in_cell, reference(cells[name]))
                         place = _Place(f"{function.__qualname__}: {name}", find, is_same)
                         self._places.setdefault((id(cells[name]), ""), place)
 
 
-_OPAQUE = (torch.Tensor, Optimizer, FunctionType)
+_OPAQUE = (torch.Tensor, Optimizer)
 """Types of which no attributes are looked at."""
+
+_HOLDERS = (
+    BuiltinMethodType,
+    MappingProxyType,
+    MethodType,
+    partial,
+    _CACHED := type(lru_cache(len)),
+)
+"""Types whose objects hold others in no attribute of Python's."""
+
+
+def _held_by(find: Callable[[], Any]) -> Any:
+    """Return what a function has besides its variables, or what an object of C's has bound."""
+    value = find()
+    if value is None:
+        return _GONE
+    if isinstance(value, FunctionType):
+        return [value.__defaults__, value.__kwdefaults__, value.__dict__]
+    held = gc.get_referents(value)
+    if isinstance(value, _CACHED):  # each hit changes the order of the rest
+        return [one for one in held if type(one) is dict]
+    return [one for one in held if not isinstance(one, (type, ModuleType))]
 
 
 def _comparison(value: Any) -> Comparison:
@@ -293,10 +360,10 @@ def _has(table: dict[Any, Callable[[], object]], key: Any, value: object) -> boo
     return key in table and table[key]() is value
 
 
-def _fits(cell: Any, is_same: Comparison) -> bool:
+def _fits(cell: Any, value: Any) -> bool:
     """Return whether a cell may be the one that a function had; numbers in it may have changed."""
     now = _in_cell(lambda: cell)
-    return now is not _MISSING and (is_plain(now) or is_same(now))
+    return now is not _MISSING and (is_plain(now) or now is value)
 
 
 def _itself(value: Any) -> Any:

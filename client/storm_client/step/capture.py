@@ -27,6 +27,7 @@ from storm_client.eager.function_modes import Watching
 from storm_client.step.captured import Captured
 from storm_client.step.draws import Draws
 from storm_client.step.interrupts import Interrupts
+from storm_client.step.kernels import lists_of_fake_tensors
 from storm_client.step.loops import CAPTURING, Loop
 from storm_client.step.reads import watching_reads
 from storm_client.step.recording import Recorder, Recording
@@ -34,7 +35,7 @@ from storm_client.step.refusals import data_dependent, not_in_place
 from storm_client.step.scalars import as_float, number_of
 from storm_client.step.sums import summing
 from storm_client.step.tables import Tables, check_arguments, conclude
-from storm_client.step.turns import capturing
+from storm_client.step.turns import capturing, holding
 from storm_client.step.variables import variables_of_type
 
 __all__ = ["capture"]
@@ -59,11 +60,11 @@ def capture(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for number, tensor in enumerate(tensors):
         recording.input_for(tensor, number)
-    with _ONE_AT_A_TIME, capturing(), ExitStack() as stack:
+    with holding(_ONE_AT_A_TIME), capturing(), ExitStack() as stack:
         tables, draws = Tables(captured), Draws()
         draws.check_step(step, leaves)
         stack.callback(tables.put_back)
-        stack.callback(captured.called.places.put_back)
+        stack.callback(captured.called.put_back)
         stack.enter_context(recording.generators)
         for value in (*variables_of_type(step, torch.Generator), *leaves):
             if isinstance(value, torch.Generator):
@@ -78,7 +79,7 @@ def capture(
         draws.check()
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             conclude(captured, tables, returned)
-            captured.called.places.check()
+            captured.called.check()
             check_arguments(captured, (arguments, options))
             recording.generators.check()
     recording.graph.erase_node(recording.root)
@@ -141,6 +142,7 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
         stack.enter_context(Recorder(captured.recording))
         stack.enter_context(_Watcher(captured, interrupts))
         stack.enter_context(summing())
+        stack.enter_context(lists_of_fake_tensors())
         if gc.isenabled():  # what it calls is not the step's
             gc.disable()
             stack.callback(gc.enable)

@@ -31,9 +31,11 @@ from storm_client.step.interrupts import uninterrupted
 from storm_client.step.loops import CAPTURING
 from storm_client.step.nodes import writes
 from storm_client.step.program import GENERATORS, Program, program_of
+from storm_client.step.same import Record
 from storm_client.step.side_effects import Objects
 from storm_client.step.state import State, described
 from storm_client.step.temporaries import most_at_once
+from storm_client.step.turns import holding
 from stormd.protocol import CODECS
 
 __all__ = ["CompiledStep"]
@@ -53,6 +55,7 @@ class _Prepared(NamedTuple):
     """What describes the arguments that it is for."""
     program: Program
     state: State
+    record: Record
 
 
 class CompiledStep:
@@ -87,6 +90,10 @@ class CompiledStep:
         self._captures = captures
         self._casts = CastProbe()
         self._has_warned = False
+        self._unlike = 0
+        """How many captures differed from the earlier one that was to run again."""
+        self._is_confirmed = False
+        """Whether a capture was the same as the earlier one that was to run again."""
         self._lock = threading.RLock()  # protects the list below; a run holds it
         self._known: list[_Prepared] = []
         """The captures that are kept, the one used last at the end."""
@@ -110,9 +117,10 @@ class CompiledStep:
                 "offload:`, but a run saves none; call it outside: its own plan decides what to "
                 "offload"
             )
-        with self._lock:
+        with holding(self._lock):
             leaves, spec = pytree.tree_flatten((arguments, options))
             key = (spec, tuple(map(described, leaves)))
+            self._casts.look()
             prepared, values = self._prepared(key, leaves, arguments, options)
             others = [one for one in self._known if one is not prepared]
             self._known = [*others, prepared][-self._captures :]
@@ -127,16 +135,23 @@ class CompiledStep:
         self, key: Any, leaves: list[object], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[_Prepared, dict[fx.Node, Any]]:
         alike = [one for one in self._known if one.key == key]
+        known = [one.program.captured for one in alike]
+        captured = None
         for prepared in reversed(alike):
             is_over = prepared.program.captured.called.is_for_one_run
             values = None if is_over else prepared.state.values(leaves)
             if values is not None:
-                return prepared, values
-        known = [one.program.captured for one in alike]
+                if not self._is_confirmed:
+                    captured = self._capture(arguments, options, leaves, known)
+                    self._compare(prepared.record.difference(values, Record(captured)))
+                if self._is_confirmed:
+                    return prepared, values
+                break
         differs = (
             alike[-1].state.different(leaves) if len(alike) >= min(_MANY, self._captures) else []
         )
-        prepared = self._capture(key, arguments, options, leaves, known)
+        captured = captured or self._capture(arguments, options, leaves, known)
+        prepared = self._prepare(key, captured, leaves)
         if differs and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -153,14 +168,28 @@ class CompiledStep:
             )
         return prepared, values
 
+    def _compare(self, differs: str | None) -> None:
+        """Note whether a second capture has recorded the same as an earlier one that may run again.
+
+        What only a first call does, such as filling a table, makes one difference. The second
+        capture runs then.
+        """
+        self._is_confirmed = differs is None
+        self._unlike += differs is not None
+        if self._unlike > 1:
+            raise UsageError(
+                f"the step does not do the same in each call ({differs}), though nothing that "
+                "stormd compares has changed: it reads a clock, a file, an iterator or something "
+                "else that only its capture would read; pass that as an argument"
+            )
+
     def _capture(
         self,
-        key: Any,
         arguments: tuple[Any, ...],
         options: dict[str, Any],
         leaves: list[object],
         known: list[Captured],
-    ) -> _Prepared:
+    ) -> Captured:
         """Capture the step, and check that the capture left nothing in Python objects.
 
         `known` are the captures for like arguments.
@@ -169,17 +198,22 @@ class CompiledStep:
         try:
             captured = capture(self._step, arguments, options)
             objects.check()
+            captured.called.conclude()
+            objects.check_left(captured.recording)
         except BaseException:
             objects.put_back()
             raise
-        captured.called.conclude()
         _check_changed(captured, known)
+        return captured
+
+    def _prepare(self, key: Any, captured: Captured, leaves: list[object]) -> _Prepared:
+        record = Record(captured)
         is_for_one_run = captured.makes_state or captured.called.is_for_one_run
         codegen = "eager" if is_for_one_run else self._codegen
         program = program_of(captured, codegen, self._target)
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program.temporaries()))
-        return _Prepared(key, program, State(captured, self._step, leaves))
+        return _Prepared(key, program, State(captured, self._step, leaves), record)
 
     # --- a run ------------------------------------------------------------------------------
 

@@ -1,22 +1,27 @@
-"""Finds the strides that PyTorch's kernels give to results, where fake tensors may be wrong.
+"""Has a capture's fake tensors get the kernels and strides that real tensors get.
 
 For many operations on tensors that are not contiguous, a fake tensor gets its result from a
 decomposition in Python. Its values are right, but its strides not always. Views of the results are
 legal only for the true strides, and sums over other strides add up in another order. So the kernel
 runs on zeros, once for each operation and each layout of its arguments.
+
+`clip_grad_norm_` runs one kernel for all gradients on a GPU, but only if PyTorch knows their type.
+The norms of single gradients may have other bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
-__all__ = ["as_the_kernel_does"]
+__all__ = ["as_the_kernel_does", "lists_of_fake_tensors"]
 
 Strides = tuple[tuple[int, ...] | None, ...]
 
@@ -41,6 +46,17 @@ def as_the_kernel_does(
     results, tree = pytree.tree_flatten(made)
     with tensors[0].fake_mode:
         return pytree.tree_unflatten(list(map(_with, results, strides)), tree)
+
+
+@contextmanager
+def lists_of_fake_tensors() -> Iterator[None]:
+    """Let PyTorch choose its kernels for lists of fake tensors as for those of real ones."""
+    known = _foreach_utils._foreach_supported_types
+    known.append(FakeTensor)
+    try:
+        yield
+    finally:
+        known.remove(FakeTensor)
 
 
 def _may_differ(function: Any, tensors: Sequence[torch.Tensor]) -> bool:

@@ -13,6 +13,8 @@ it writes to. These notes tell whether two operations may change places.
 from __future__ import annotations
 
 import operator
+import sys
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +93,8 @@ class Recording:
     micro_batch: int = 0
     """The micro-batch being recorded: 0 before the first and without any, -1 after the last."""
     storages: dict[int, tuple[int, object]] = field(default_factory=dict)
+    made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The tensors that the step has got from the capture."""
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     """Tensors that may have gradients, by id, with the gradient that each had before the step."""
     flags: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
@@ -155,8 +159,12 @@ class Recording:
         node = self._placeholder()
         with torch.utils._python_dispatch._disable_current_modes():
             self.describe(node, fake.detach())
-        setattr(fake, _NODE, node)
+        self._mark(fake, node)
         return node
+
+    def _mark(self, fake: torch.Tensor, node: fx.Node) -> None:
+        setattr(fake, _NODE, node)
+        self.made.append(weakref.ref(fake))
 
     def _placeholder(self) -> fx.Node:
         with self.graph.inserting_before(self.root):
@@ -183,12 +191,18 @@ class Recording:
                 "capture; use dense tensors, or storm.compile(model)"
             )
 
+    def left(self) -> list[torch.Tensor]:
+        """Return the tensors of the capture that something else still holds after it."""
+        own = {id(one.fake) for one in self.outside.values()}
+        found = (one() for one in self.made)
+        return [one for one in found if one is not None and id(one) not in own]
+
     # --- operations -------------------------------------------------------------------------
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node of a tensor that the step made or found."""
         node = _node_in(tensor)
-        if node is not None:
+        if node is not None and node.graph is self.graph:
             return node
         if isinstance(tensor, FakeTensor):
             raise UsageError(
@@ -376,7 +390,7 @@ class Recording:
         """Give each new tensor its node."""
         if isinstance(made, torch.Tensor):
             if isinstance(made, FakeTensor) and not hasattr(made, _NODE):
-                setattr(made, _NODE, node)
+                self._mark(made, node)
             elif self.node_of(made) is not node:
                 return  # an argument
             with torch.utils._python_dispatch._disable_current_modes():
@@ -426,7 +440,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.recording.run(func, args, dict(kwargs or {}))
+        profile = sys.getprofile()
+        sys.setprofile(None)  # PyTorch's own code below is not the step's
+        try:
+            return self.recording.run(func, args, dict(kwargs or {}))
+        finally:
+            sys.setprofile(profile)
 
 
 def is_of_a_capture(value: object) -> bool:

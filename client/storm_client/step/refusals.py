@@ -97,3 +97,11 @@ def is_inside(name: str) -> bool:
 
 def _is_pythons(name: str) -> bool:
     return name.startswith(_PYTHONS) and "-packages/" not in name
+
+
+def leaves_behind(where: str) -> UsageError:
+    """Return the error for a tensor of a capture that something holds after it."""
+    return UsageError(
+        f"the step leaves a tensor that it computes in {where}, in which a run could not put its "
+        "own; return it, or compute it before the first step"
+    )

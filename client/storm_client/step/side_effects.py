@@ -5,12 +5,16 @@ Such a step is refused, and so is one that counts in its variables.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from storm_client.errors import UsageError
 from storm_client.step.interrupts import uninterrupted
 from storm_client.step.places import Places
+from storm_client.step.recording import Recording
+from storm_client.step.refusals import leaves_behind
 from storm_client.step.variables import ARGUMENT, compared_variables, functions_of, variables
 
 __all__ = ["Objects"]
@@ -40,6 +44,17 @@ class Objects:
                 "when it is captured; return the value, and leave counting to what calls the step"
             )
         self._places.check()
+
+    @staticmethod
+    def check_left(recording: Recording) -> None:
+        """Raise UsageError if any object of Python's holds a tensor of the capture."""
+        if not recording.left():
+            return
+        gc.collect()  # it may be in a cycle that nothing else refers to
+        left = recording.left()
+        for holder in gc.get_referrers(*left):  # C++ code alone may hold one for autograd
+            if holder is not left and not isinstance(holder, FrameType):
+                raise leaves_behind(f"a {type(holder).__name__}")
 
     def put_back(self) -> None:
         """Take out what the capture has left; Ctrl-C waits for that."""

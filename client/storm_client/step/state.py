@@ -126,6 +126,7 @@ class State:
         found += [
             (
                 module.training,
+                identified(type(module).forward),
                 _ids(module._modules),
                 _ids(module._parameters),
                 [(key, one is None) for key, one in module._buffers.items()],

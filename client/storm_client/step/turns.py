@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final
 
-__all__ = ["capturing", "iterating", "waiting"]
+__all__ = ["capturing", "holding", "iterating", "waiting"]
 
 WAIT_SECONDS: Final = 5.0
 """The longest wait: of a capture for an item that is being made, and of the next item for it."""
@@ -62,6 +62,15 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         _items.update(dict.fromkeys(own, thread))
+
+
+@contextmanager
+def holding(lock: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold a lock; while this thread waits for it within its own item, others may capture."""
+    with ExitStack() as stack:
+        with waiting():
+            stack.enter_context(lock)
+        yield
 
 
 def _wait_while(is_running: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -19,6 +20,7 @@ from support.daemon_process import DaemonProcess
 from support.steps import OPTIMIZERS, PROGRAMS, everything, step_of, train
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEADLINE_SECONDS = 60.0
 
@@ -177,6 +179,45 @@ def test_what_a_scheduler_sets_takes_effect_without_another_capture(wrap: Wrap) 
     assert count(both(wrap, run)) == 2  # the first makes the optimizer's state
     assert count(both(wrap, run, fused=True)) == 2
     assert count(both(wrap, run, foreach=True)) == 2
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations that a run calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_clipped_by_the_kernels_for_lists(device: str, wrap: Wrap) -> None:
+    """On a GPU the norms of single gradients have other bits."""
+
+    def run(compile_: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        net = perceptron(device)
+        optimizer = torch.optim.AdamW(net.parameters())
+        norms = []
+
+        def step(x: Tensor) -> Tensor:
+            net(x).float().square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        call = compile_(step)
+        for number in range(12):
+            with Operations() as operations:
+                norms.append(call(seeded(device, 16, 32, seed=number)))
+        assert {"aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor"} <= {*operations.names}
+        return [*norms, *everything(net, optimizer, device)]
+
+    assert_identical(run(wrap), run(same))
 
 
 def test_other_settings_modes_and_attributes_are_captured_anew(wrap: Wrap) -> None:

@@ -919,6 +919,22 @@ def test_attention_is_run_by_the_kernel_that_is_asked_for(wrap: Wrap) -> None:
                 assert_identical([call(x)], [step(x)])
 
 
+def test_a_second_capture_within_one_autocast_block_hides_no_update(wrap: Wrap) -> None:
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step(x: Tensor) -> None:
+        net(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    call, x = wrap(step), seeded("cpu", 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        call(x)  # this capture makes the optimizer's state, so the next call has another one
+        with pytest.raises(UsageError, match="autocast in"):
+            call(x)
+
+
 @pytest.mark.parametrize("is_update", [True, False])
 def test_an_autocast_block_around_several_updates_is_refused(is_update: bool, wrap: Wrap) -> None:
     """PyTorch would compute with the weights as the block's first step cast them."""
@@ -946,6 +962,24 @@ def test_an_autocast_block_around_several_updates_is_refused(is_update: bool, wr
                 call(x)
     assert torch.equal(net.weight, changed)
     assert torch.equal(before, changed) is not is_update
+
+
+def test_autocast_without_a_block_that_ends_is_refused(wrap: Wrap) -> None:
+    """PyTorch computes with the weights as they were first cast, for good."""
+    trainer, x = Trainer(), seeded("cpu", 8, 8)
+    call, look = wrap(trainer.step), wrap(lambda x: trainer.net(x).float())
+    call(x)
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                assert_identical([look(x)], [trainer.net(x).float()])
+        with pytest.raises(UsageError, match="without a block that ends"):
+            call(x)
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.clear_autocast_cache()
+    call(x)
 
 
 def test_casts_of_weights_are_kept_or_not_as_autocast_is_told(wrap: Wrap) -> None:
