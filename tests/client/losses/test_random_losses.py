@@ -265,7 +265,7 @@ def interpret(state: State, operations: Program) -> Tensor:
 
 def outcome(
     seed: int, block: AbstractContextManager[Any]
-) -> tuple[list[Tensor], RuntimeError | None]:
+) -> tuple[list[Tensor], Exception | None]:
     """Run a program; return what its whole steps have computed, and the error that ended it."""
     random, computed = Random(seed), list[Tensor]()
     dtype = random.choice([torch.float16, torch.bfloat16, torch.float32])
@@ -285,7 +285,7 @@ def outcome(
                     total = interpret(state, operations if number % 3 else others)
                 state.values.clear()
             (found,) = torch.autograd.grad(total, weight)
-        except RuntimeError as error:
+        except (RuntimeError, storm.ActivationLost) as error:
             torch.ones((), requires_grad=True).backward()  # PyTorch keeps what failed until then
             return computed, error
         kept = [one.grad for one in state.retained if one.grad is not None]
@@ -311,4 +311,4 @@ def test_a_random_program(seed: int, client: storm.Client) -> None:
         assert len(found) == len(expected)
     else:
         said = " ".join([str(refusal), *getattr(refusal, "__notes__", ())])
-        assert 'loss="plain"' in said, said
+        assert 'loss="plain"' in said or "replay=False" in said, said
