@@ -20,7 +20,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
 from storm_client.eager.function_modes import Watching
@@ -108,7 +108,7 @@ _OF_NUMBERS = ("SymFloat", "Object of type float is not JSON serializable")
 def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None]:
     """Record the operations that run in the block, and note modules and optimizers that it reads.
 
-    An optimizer that the step makes is noted when it runs.
+    Those that the step makes are its own: they end with it.
     """
     outer, CAPTURING.loop = CAPTURING.loop, captured.loop
     thread = threading.get_ident()
@@ -122,18 +122,13 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
         if threading.get_ident() == thread and is_new:
             raise not_in_place("makes a parameter anew", f"{type(module).__name__}.{name}")
 
-    def on_optimizer(optimizer: Optimizer, *_: object) -> None:
-        if threading.get_ident() == thread:
-            tables.record_optimizer(optimizer)
+    def on_optimizer(optimizer: Optimizer, _: str) -> None:
+        tables.record_optimizer(optimizer)
 
     with ExitStack() as stack:
         stack.callback(setattr, CAPTURING, "loop", outer)
         stack.callback(torch.clear_autocast_cache)
-        for hook in (
-            register_module_parameter_registration_hook(on_parameter),
-            register_optimizer_step_pre_hook(on_optimizer),
-        ):
-            stack.callback(hook.remove)
+        stack.callback(register_module_parameter_registration_hook(on_parameter).remove)
         torch.clear_autocast_cache()
         # Backward passes written in Python and hooks are to run in this thread, which is watched.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))

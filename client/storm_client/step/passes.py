@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from storm_client.compile.operators import describe
 from storm_client.compile.views import nbytes_of
 from storm_client.errors import UsageError
 from storm_client.step.captured import Captured
@@ -183,6 +184,10 @@ def _copy(placeholder: fx.Node, nodes: Sequence[fx.Node], graph: fx.Graph) -> No
     copy.meta.update(
         {MEMORY: frozenset((new,)), WRITTEN: frozenset(), BACKWARD: False, MICRO_BATCH: 0}
     )
+    val = placeholder.meta["val"]
+    with val.fake_mode:  # a compiler takes inputs of a graph for one if they are one fake tensor
+        own = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    describe(copy, own)
     with graph.inserting_after(list(graph.nodes)[-1]):
         back = graph.call_function(aten.copy_.default, (placeholder, copy))
     back.meta.update(

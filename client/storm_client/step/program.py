@@ -13,7 +13,7 @@ models keeps, offloads or recomputes the values that are live there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,9 +222,11 @@ class _Builder:
         given = _inputs([*recomputed, *second], skip=saved)
         given += [node for node in inputs if node not in given]
         second_results = [node for node in second if node in wanted]
+        copies = _copies_of(first, written_by(second))
+        kept = [node for node in saved if node in copies]  # the planner keeps what is returned
         named = {node.name: node for node in forward.graph.nodes}
         takes = [*((node, named[node.name]) for node in saved), *((one, one) for one in given)]
-        backward = _graph([*recomputed, *second], second_results, takes)
+        backward = _graph([*recomputed, *second], [*second_results, *kept], takes)
         graph = None
         if saved:
             static = self._static(forward)
@@ -312,6 +314,26 @@ def _saved_between(
         for source in node.all_input_nodes:
             visit(source)
     return list(recomputed), list(saved)
+
+
+def _copies_of(nodes: Iterable[fx.Node], written: Set[int]) -> set[fx.Node]:
+    """Return the nodes that may only copy memory that is written to after them.
+
+    A compiler leaves such a copy out, unless the graph returns it. The store would then get the
+    memory itself.
+    """
+    found, memory = set[fx.Node](), set(written)
+    for node in nodes:
+        sources = node.all_input_nodes
+        if reads(node) & memory and len(sources) == 1 and _extent(node) == _extent(sources[0]):
+            found.add(node)
+            memory |= memories(node)
+    return found
+
+
+def _extent(node: fx.Node) -> tuple[torch.dtype, int] | None:
+    val = node.meta.get("val")
+    return (val.dtype, val.numel()) if isinstance(val, torch.Tensor) else None
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ again only after a later capture has recorded the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -29,9 +30,13 @@ class Record:
         self._inputs = list(recording.outside.values())
         nodes = {one.node: f"argument {one.argument}" for one in self._inputs}
         settings = {one.node: (id(one.optimizer), one.group, one.key) for one in captured.settings}
-        constants = {node: _content(value) for node, value in recording.constants.items()}
-        known = nodes | settings | constants
-        self._rows = [_Row.of(node, known.get(node)) for node in recording.graph.nodes]
+        known, constants = nodes | settings, recording.constants
+        self._rows = [
+            _Row("a constant", _text(constants[node]), _content(constants[node]))
+            if node in constants
+            else _Row.of(node, known.get(node))
+            for node in recording.graph.nodes
+        ]
         self._rows += [
             _Row("a comparison", str(one.node), one.outcome) for one in recording.numbers.conditions
         ]
@@ -71,7 +76,12 @@ def _of_result(result: Result, places: Mapping[int, fx.Node]) -> _Row:
     names = [str(places.get(id(one), one if type(one) is str else id(one))) for one in path]
     is_constant = result.node is None and is_value(result.value)
     value = identified(result.value) if is_constant else type(result.value)
-    return _Row(f"a {kind}", f"{result.node or result.value!r:.100}", (names, value))
+    return _Row(f"a {kind}", str(result.node or _text(result.value)), (names, value))
+
+
+def _text(value: Any) -> str:
+    """Return a value's text without addresses: each call may make another object of a kind."""
+    return f"{re.sub(' at 0x[0-9a-f]+', '', repr(value)):.100}"
 
 
 def _content(value: Any) -> Any:

@@ -59,7 +59,8 @@ class _SeenOptimizer:
     comparable: dict[Any, Any]
     """Its attributes and the values of its state, in the form in which they are compared."""
     states: dict[Any, Any]
-    groups: list[dict[str, Any]]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Each group, with a copy of what it held."""
     given: list[dict[str, Any]] = field(default_factory=list)
     """The groups as the step got them, with symbolic numbers for settings."""
 
@@ -67,7 +68,7 @@ class _SeenOptimizer:
     def of(cls, optimizer: Optimizer) -> _SeenOptimizer:
         states = optimizer.state.items()
         copies = {key: dict(one) if type(one) is dict else one for key, one in states}
-        groups = [dict(group) for group in optimizer.param_groups]
+        groups = [(group, dict(group)) for group in optimizer.param_groups]
         return cls(optimizer, dict(optimizer.__dict__), of_optimizer(optimizer), copies, groups)
 
     def put_back(self) -> None:
@@ -83,7 +84,8 @@ class _SeenOptimizer:
                 state.update(states[key])
             else:
                 optimizer.state[key] = states[key]
-        for group, before in zip(optimizer.param_groups, self.groups, strict=True):
+        optimizer.param_groups[:] = [group for group, _ in self.groups]
+        for group, before in self.groups:
             group.clear()
             group.update(before)
 
@@ -339,6 +341,11 @@ def _result(captured: Captured, value: Any, path: tuple[Any, ...]) -> Result:
 
 
 def _check_groups(optimizer: Optimizer, given: Sequence[dict[str, Any]]) -> None:
+    if len(optimizer.param_groups) != len(given):
+        raise UsageError(
+            f"the step changes which groups of parameters {type(optimizer).__name__} has, and a "
+            "captured one would repeat that; call add_param_group() outside of the step"
+        )
     for group, before in zip(optimizer.param_groups, given, strict=True):
         for key, value in group.items():
             if value is not before.get(key):

@@ -263,9 +263,7 @@ def interpret(state: State, operations: Program) -> Tensor:
     )
 
 
-def outcome(
-    seed: int, block: AbstractContextManager[Any]
-) -> tuple[list[Tensor], Exception | None]:
+def outcome(seed: int, block: AbstractContextManager[Any]) -> tuple[list[Tensor], Exception | None]:
     """Run a program; return what its whole steps have computed, and the error that ended it."""
     random, computed = Random(seed), list[Tensor]()
     dtype = random.choice([torch.float16, torch.bfloat16, torch.float32])

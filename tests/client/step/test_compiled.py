@@ -124,6 +124,66 @@ def test_a_step_may_update_twice(wrap: Wrap, kind: type[torch.optim.Optimizer]) 
     assert_identical(run(partial(wrap, codegen="inductor")), run(lambda step: step))
 
 
+def test_generated_code_keeps_copies_of_what_a_step_updates_by_itself(wrap: Wrap) -> None:
+    """Two graphs that are compiled read the weights' copy. Inductor would leave out `before`."""
+
+    def run(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+        def step(x: Tensor) -> Tensor:
+            before = [one.detach().clone() for one in net.parameters()]
+            for _ in range(2):
+                loss = net(x).square().mean()
+                loss.backward()
+                with torch.no_grad():
+                    for one in net.parameters():
+                        assert one.grad is not None
+                        one.sub_(one.grad * 0.5)
+                        one.grad = None
+            with torch.no_grad():
+                for one, other in zip(net.parameters(), before, strict=True):
+                    one.lerp_(other, 0.5)
+            return loss
+
+        call = make(step)
+        losses = [call(seeded("cpu", 6, 8, seed=n)).detach() for n in range(3)]
+        return [*losses, *net.parameters()]
+
+    without = run(partial(wrap, codegen="inductor", min_bytes=1 << 40))
+    assert_identical(run(partial(wrap, codegen="inductor", budget="least")), without)
+    for one, other in zip(without, run(same), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_optimizer_that_a_step_makes_ends_with_it(wrap: Wrap) -> None:
+    def run(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4)
+        outer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+        def step(x: Tensor) -> Tensor:
+            learner = copy.deepcopy(net)
+            inner = torch.optim.SGD(learner.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(2):
+                inner.zero_grad()
+                learner(x).square().mean().backward()
+                inner.step()
+            loss = learner(x).square().mean()
+            made = torch.autograd.grad(loss, list(learner.parameters()))
+            for one, gradient in zip(net.parameters(), made, strict=True):
+                one.grad = gradient
+            outer.step()
+            outer.zero_grad()
+            return loss
+
+        call = make(step)
+        losses = [call(seeded("cpu", 6, 8, seed=n)).detach() for n in range(4)]
+        return [*losses, *everything(net, outer, "cpu")]
+
+    assert_identical(run(wrap), run(same))
+
+
 class Training:
     """A small step, and all that it changes."""
 

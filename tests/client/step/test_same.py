@@ -70,6 +70,30 @@ def test_what_only_a_first_call_does_differently_is_not_refused(wrap: Wrap, tmp_
         assert_identical([call(x)], [x * expected])
 
 
+@pytest.mark.parametrize("make", [object, lambda: lambda: 1])
+def test_each_call_may_return_another_object(make: Callable[[], object], wrap: Wrap) -> None:
+    call, x = wrap(lambda x: (x * 2, make())), seeded("cpu", 4)
+    for _ in range(4):
+        found, made = call(x)
+        assert_identical([found], [x * 2])
+        assert type(made) is type(make())
+
+
+MADE_ANEW: dict[str, Callable[[], Tensor]] = {
+    r"a constant tensor\(": lambda: torch.tensor(time.perf_counter(), dtype=torch.float64),
+    "a constant <torch._C.Generator": lambda: torch.rand(1, generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("text", MADE_ANEW)
+def test_a_constant_that_each_call_makes_anew_is_told(text: str, wrap: Wrap) -> None:
+    call = wrap(lambda x: x * MADE_ANEW[text]())
+    call(torch.ones(1))
+    call(torch.ones(1))
+    with pytest.raises(UsageError, match=rf"not do the same in each call \({text}"):
+        call(torch.ones(1))
+
+
 @lru_cache
 def noise(count: int) -> tuple[Tensor, int]:
     return torch.randn(count), count

@@ -895,6 +895,23 @@ def test_what_an_optimizer_counts_is_named_and_as_it_was(flag: str, named: str, 
     assert (own.seen, own.calls) == ([], 0)
 
 
+def test_a_group_that_a_step_adds_is_named_and_taken_out(wrap: Wrap) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.add_param_group({"params": list(net[1].parameters())})
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(UsageError, match=r"which groups .*call add_param_group\(\) outside"):
+        wrap(step)(seeded("cpu", 8, 8))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+    assert all(one.grad is None for one in net.parameters())
+
+
 def test_sums_of_gradients_may_be_fused(wrap: Wrap) -> None:
     """SGD and Adagrad note that they have looked at types, which is no count."""
 
