@@ -54,12 +54,15 @@ class CastProbe:
         self._of_update, _ = self._cast()
 
     def _cast(self) -> tuple[int | None, int]:
-        """Change the weight, and return what a cast in the block gives, and the new value."""
+        """Change the weight; return what a cast in the block gives, if there is one, and the value.
+
+        Outside of a block, where most steps run, this does nothing.
+        """
+        if not (_keeps_casts() and _is_in_block()):
+            return None, 0
         with torch.no_grad():
             value = (int(self._weight) + 1) % _VALUES
             self._weight.fill_(value)
-        if not (_keeps_casts() and _is_in_block()):
-            return None, value
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
             return int(torch.mm(self._weight, self._one)), value
 

@@ -327,21 +327,29 @@ def test_compiled_code_that_reads_a_deferred_copy_is_refused(
 ) -> None:
     """Traced, it would become a tensor that is not in the graph: no gradient through it."""
     compiled = torch.compile(lambda one: one.logsumexp(-1).square().mean(), backend=backend)
-    reads = False
+    with pytest.raises(Exception, match=r"compiled code reads float.*loss=.plain"):
+        read_once_deferred(compiled, offload)
+
+
+def read_once_deferred(read: Callable[[Tensor], Any], offload: storm.Offload) -> None:
+    """Train until copies are deferred, and have `read` read one."""
+    reads, noted = False, list[Any]()
 
     def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
         logits = (x * 2).float()
         noted.append(type(logits))
-        penalty = compiled(logits) if reads else torch.zeros(())
-        return F.cross_entropy(logits, target) + penalty
+        found = read(logits) if reads else 0.0
+        return F.cross_entropy(logits, target) + found
 
     x, target = make()
     for _ in range(3):
         run(step, offload, x, target)
-    reads, noted = True, []
-    with offload, pytest.raises(Exception, match=r"compiled code reads float.*loss=.plain"):
-        step(x, target, noted)
-    assert noted == [Deferred]
+    reads = True
+    try:
+        with offload:
+            step(x, target, noted)
+    finally:
+        assert noted == [Deferred]
 
 
 def in_make_fx(logits: Tensor) -> Any:
@@ -364,22 +372,14 @@ def test_traced_code_that_reads_a_deferred_copy_is_refused(
     trace: Callable[[Tensor], Any], is_read_before: bool, offload: storm.Offload
 ) -> None:
     """What it traced would return the present values, whatever it is given."""
-    reads = False
 
-    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
-        logits = (x * 2).float()
-        noted.append(type(logits))
-        if reads and is_read_before:
+    def read(logits: Tensor) -> Any:
+        if is_read_before:
             logits.sum()
-        return F.cross_entropy(logits, target) if not reads else trace(logits)
+        return trace(logits)
 
-    x, target = make()
-    for _ in range(3):
-        run(step, offload, x, target)
-    reads, noted = True, []
-    with offload, pytest.raises(RuntimeError, match=r"traced or compiled code.*loss=.plain"):
-        step(x, target, noted)
-    assert noted == [Deferred]
+    with pytest.raises(RuntimeError, match=r"traced or compiled code.*loss=.plain"):
+        read_once_deferred(read, offload)
 
 
 def assert_same_once_deferred(
