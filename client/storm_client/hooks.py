@@ -34,7 +34,7 @@ from storm_client.policy import Policy
 from storm_client.results import Results
 from storm_client.saved.distributed import Distributed, local_of, nbytes_of
 from storm_client.saved.ranges import Handle, StoredRange
-from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
+from storm_client.saved.snapshots import SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View
 from storm_client.transport.kept_memory import note
 from storm_client.unpacking import Packed, Tried, Unpacking
@@ -94,8 +94,6 @@ class StepHooks:
                 self._pack_input,
                 self._unpacking.restore_input,
                 self._unpacking.inputs,
-                self._publish_ready,
-                self._offload_when_ready,
             ),
             counts=counts,
             follow=follow,
@@ -167,8 +165,6 @@ class StepHooks:
             self._unpacking.load_bytes,
             self._planned.pack_input,
             self._unpacking.restore_input,
-            self._planned.note_made,
-            self._results.offload_when_made,
             self._unpacking.protect_inputs,
             self._unpacking.note_unpack,
         )
@@ -419,24 +415,6 @@ class StepHooks:
                 raise lost_in_forward(loss) from loss
             return KeptTensor.keeping(tensor)
 
-    def _publish_ready(self, tensor: torch.Tensor) -> int:
-        """Return a number that is published once `tensor` is computed; 0 if nobody waits for it."""
-        try:
-            session = self._sessions.of(tensor.device)
-            return 0 if session is None else session.publish_ready()
-        except DaemonLost:
-            return 0
-
-    def _offload_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
-        """Offload a result as it was computed, if the function that computed it has saved it."""
-        try:
-            session = self._sessions.of(tensor.device)
-            if session is not None:
-                session.send_when_ready(tensor.untyped_storage(), ready)
-        except DaemonLost as loss:
-            if not self._keeps_without_daemon:
-                raise lost_in_forward(loss) from loss
-
     def _offload(
         self,
         tensor: torch.Tensor,
@@ -466,9 +444,8 @@ class StepHooks:
         recorder: StatsRecorder,
     ) -> StoredRange:
         """Make a record for a storage without one, and send other records that may be sent now."""
-        began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
+        began, nbytes = perf_counter(), storage.nbytes()
         with ranges.span("pack", nbytes):
-            ready = None if recording is None else recording.early.of(storage)
             record = session.hold(
                 storage,
                 tensor.dtype,
@@ -476,7 +453,6 @@ class StepHooks:
                 recorder,
                 soon=session.has_in_place and self._step.needed_at_once(nbytes),
                 proof=SnapshotProof(tensor) if is_result(tensor) else None,
-                ready=ready if ready is not None and ready.holds_for(tensor) else None,
             )
             if record.proof is not None:
                 self._results.send_at_end(record)

@@ -21,7 +21,6 @@ from storm_client.saved.snapshots import SnapshotProof
 from storm_client.transport.session import LOOK_BACK
 
 if TYPE_CHECKING:
-    import torch
 
     from storm_client.eager.planned_step import PlannedStep
     from storm_client.monitoring.stats import StatsRecorder
@@ -119,36 +118,6 @@ class Results:
             record.stats.saved(members[0][1], seconds)
             seconds = 0.0
         return uses
-
-    @untraced
-    def offload_when_made(self, number: int, tensor: torch.Tensor) -> Use | None:
-        """Offload value `number` while somebody still holds it; return None if that is not allowed.
-
-        The value was computed on its device's default stream, and is all of its storage.
-        """
-        session, nbytes = self.session, tensor.nbytes
-        began, worked = perf_counter(), thread_time()
-        if session is None or not session.has_in_place:
-            return None
-        if not self._planned.may_offload_early(number, nbytes):
-            return None
-        storage = tensor.untyped_storage()  # the Python object counts as a holder of the storage
-        if session.saved.find(storage) is not None:  # Python packed it before it was computed
-            return None
-        recorder = self._recorder.of_layer(self._planned.record.layer(number))
-        try:
-            record = session.new_record(storage, tensor.dtype, self._codec, recorder)
-            record.proof = SnapshotProof.of_base(tensor, tensor._version)
-            use = self._step.first_use(record)
-            session.saved.add_use(use)
-            session.send_results([record])
-        except DaemonLost as loss:
-            if not self._keeps_without_daemon:
-                raise lost_in_forward(loss) from loss
-            return None
-        recorder.saved(nbytes, perf_counter() - began)
-        self._planned.costs.stored(thread_time() - worked)
-        return use
 
     def _keep_after_loss(self, loss: DaemonLost, sizes: Iterable[int]) -> None:
         """Count results of these sizes, in bytes, as kept because the daemon is lost.

@@ -205,13 +205,6 @@ class Unpacking:
                 located = self._located(use, is_first=is_first)
         except DaemonLost as loss:
             raise lost_in_backward(loss, keeps=self._keeps_without_daemon) from loss
-        ready = record.ready
-        if ready is not None and ready.trial is not None:
-            record.ready = None
-            if ready.trial.is_same(located.storage):
-                self._planned.prove(ready.trial)
-            else:
-                ready.trial.fail()
         self._trace.used(id(record))
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))

@@ -144,7 +144,6 @@ class Planning:
             calls=calls,
             logs_events=logs_events,
             counts_gradless=self._counts_gradless,
-            reads_early=not self.options.verifies,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = self._recorder(recording, follow) if watches else None

@@ -195,10 +195,10 @@ def _with_calls(plan: FollowedPlan, evidence: Evidence, counts: NativeCounts) ->
 def _call(one: LoggedEvent, expected: Expected | None) -> tuple[Any, ...]:
     head = one.name, one.overload, one.kernel, one.place, one.inside
     if expected is None:
-        return (*head, _Does.COUNT, None, KernelChoice.NONE, False, False, False, 0, ())
+        return (*head, _Does.COUNT, None, KernelChoice.NONE, False, False, 0, ())
     choice = KernelChoice.NONE if expected.what is CAST else choice_of(expected.what)
     if not expected.matters:
-        return (*head, _Does.COUNT, None, choice, False, expected.is_offloaded, False, 0, ())
+        return (*head, _Does.COUNT, None, choice, False, False, 0, ())
     inputs: tuple[int, ...] = ()
     does = _Does.LOOK_UP
     if isinstance(expected.decision, Replay):
@@ -208,4 +208,4 @@ def _call(one: LoggedEvent, expected: Expected | None) -> tuple[Any, ...]:
     random = may_draw(expected.what)
     depends = expected.what.depends if isinstance(expected.what, Byproduct) else 0
     overwrites = bool(expected.value.over) and not depends
-    return (*head, does, dtype, choice, random, expected.is_offloaded, overwrites, depends, inputs)
+    return (*head, does, dtype, choice, random, overwrites, depends, inputs)

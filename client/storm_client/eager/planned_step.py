@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from storm_client.eager.launches import LaunchWatch
-from storm_client.eager.proofs import Trial, UnchangedTrial
+from storm_client.eager.proofs import Trial
 from storm_client.eager.recorder import Mark, Recorder
 from storm_client.eager.recording import Recording
 from storm_client.eager.signature import StepSignature
@@ -59,7 +59,7 @@ class PlannedStep:
         self.costs = self.planning.maker.costs
         self._began = perf_counter()
         self._tries = False
-        self._proofs: deque[Trial | UnchangedTrial] = deque()
+        self._proofs: deque[Trial] = deque()
         self._followed = None if self.script is None else self.record.script
         """The Python script from which the script for compiled code was made."""
         signature = self.record.signature
@@ -131,14 +131,6 @@ class PlannedStep:
         """Keep or offload a value from which others are recomputed; see `RecipeMaker`."""
         return None if self.recording is None else self.recording.pack_input(tensor, number)
 
-    def may_offload_early(self, number: int, nbytes: int) -> bool:
-        """Return whether to offload a value of `nbytes` that others still hold; see EarlyReads."""
-        return self.recording is not None and self.recording.early.may_offload_early(number, nbytes)
-
-    def note_made(self, number: int, tensor: torch.Tensor) -> bool:
-        """Publish that a value to be offloaded has been made; see EarlyReads."""
-        return self.recording is not None and self.recording.early.made(number, tensor)
-
     def note_sizes(self, saved_bytes: int, larger: Iterable[tuple[int, int]]) -> None:
         """Record the sizes that compiled code has seen; see `StepRecord`."""
         self.record.saved_bytes_with_repeats += saved_bytes
@@ -166,7 +158,7 @@ class PlannedStep:
         followed = self._followed
         return None if followed is None else self.trial(followed[position].value.number, nbytes)
 
-    def prove(self, trial: Trial | UnchangedTrial) -> None:
+    def prove(self, trial: Trial) -> None:
         """Record that a trial has found the same bits, if the step ends with the trial's signature.
 
         A step of another signature may write uncounted where this signature does not, or the
@@ -198,7 +190,7 @@ class PlannedStep:
                 self,
                 min_bytes=self.recording.min_bytes,
                 pass_seconds=perf_counter() - self._began,
-                tries=self._tries or self.recording.early.tries,
+                tries=self._tries,
             )
         self.abandon()
         return followed

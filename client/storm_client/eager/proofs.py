@@ -1,10 +1,10 @@
-"""Records at which sizes recomputation, or an early read, was found to give the same bits.
+"""Records at which sizes recomputation was found to give the same bits.
 
 The rule for every trial: **once a value was compared at three sizes, it is proved for all sizes
 between the smallest and the largest of them; before that, at exactly the sizes compared.** A size
 is that of the value itself, in bytes.
 
-A trial proves a value: a step recomputes it or reads it early, and also offloads it as usual.
+A trial proves a value: a step recomputes it, and also offloads it as usual.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-import torch
-
-from storm_client.eager.bits import checksum
 from storm_client.eager.ways import Way
 from storm_client.planner.decisions import Replay
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from storm_client.eager.followed_plan import FollowedPlan
     from storm_client.eager.signature import StepSignature
 
-__all__ = ["ENOUGH_SIZES", "Evidence", "Proofs", "Sizes", "Trial", "UnchangedTrial"]
+__all__ = ["ENOUGH_SIZES", "Evidence", "Proofs", "Sizes", "Trial"]
 
 ENOUGH_SIZES: Final = 3
 """As in native/script.h."""
@@ -88,10 +85,6 @@ class Evidence:
         """By value: trials that have failed since the latest plan, with the reason."""
         self._failed_ways: set[tuple[Way, int]] = set()
         """Ways that have failed, each with the size."""
-        self.unchanged = Proofs()
-        """Values that are still as they were made when they are offloaded."""
-        self.changed: set[int] = set()
-        """Values that are not."""
         self._tries: Counter[int] = Counter()
         """The number of trials of each value under the present decisions."""
         self._searches: Counter[int] = Counter()
@@ -223,27 +216,3 @@ class Trial(NamedTuple):
         proofs = self.signature.evidence.recomputed
         is_saved = self.signature.values[number].is_saved
         return is_saved and not proofs.sizes(self.plan.ways[number])
-
-
-class UnchangedTrial(NamedTuple):
-    """Checks whether a value, when it is offloaded late, still has the bytes that were made."""
-
-    signature: StepSignature
-    number: int
-    """The number of the value in that step signature."""
-    made: torch.Tensor
-    """Its checksum right after the function that made it."""
-    nbytes: int
-    """Of its storage."""
-
-    def is_same(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether the bytes read when offloading are the same; waits for the device."""
-        return torch.equal(self.made, checksum(storage))
-
-    def succeed(self) -> None:
-        """Record that the bytes are the same."""
-        self.signature.evidence.unchanged.add(self.number, self.nbytes)
-
-    def fail(self) -> None:
-        """Record that the bytes differ."""
-        self.signature.evidence.changed.add(self.number)

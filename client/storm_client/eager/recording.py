@@ -27,7 +27,6 @@ from storm_client.eager.calls import (
     tensors_among,
 )
 from storm_client.eager.casts import Cast, Casts
-from storm_client.eager.early_reads import EarlyReads
 from storm_client.eager.events import CAST, SAVED, Event, RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.following import LoggedEvent
@@ -86,14 +85,12 @@ class Recording:
         calls: _follow.CallLog | None = None,
         logs_events: bool = False,
         counts_gradless: bool = False,
-        reads_early: bool = True,
     ) -> None:
         """Look at tensors of at least `min_bytes` bytes; `functions` may be recomputed.
 
         `calls` logs the calls that no Python function reports, and `times` times them. If
         `logs_events`, `calls` also records for compiled code which calls make the values that
-        matter. If it `counts_gradless`, results without gradients are values, too. With
-        `reads_early` values to be offloaded may be read as soon as they are made.
+        matter. If it `counts_gradless`, results without gradients are values, too.
         """
         self._values = Values(step, min_bytes, layers, counts_gradless=counts_gradless)
         self._recipes = RecipeMaker(step, self._values, hooks, min_bytes=min_bytes)
@@ -107,8 +104,6 @@ class Recording:
         """Records which calls make the values that matter, so that compiled code can follow."""
         self.functions = functions
         self.step = step
-        self.early = EarlyReads(step, self._values.pins, hooks, is_on=reads_early)
-        """Values that may be read as soon as they have been made."""
         self._casts = Casts()
         self._unlogged: list[int] = []
         """Values that matter to recomputation, and that no single call in the log has made."""
@@ -259,9 +254,6 @@ class Recording:
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False
-        if expected.is_offloaded and self.early.looks_at(made):
-            self._note_call(made, tensors_among(arguments))
-            self.early.made(expected.value.number, made)
         step.advance()
         return True
 
@@ -321,7 +313,6 @@ class Recording:
         if not is_plain(tensor):
             return None
         self.step.has_launches = True
-        self.early.overwritten(tensor.untyped_storage())
         return self._values.overwritten(tensor)
 
     def _happened(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
@@ -379,7 +370,6 @@ class Recording:
         self._values.forget()
         if self._hidden is not None:
             self._hidden.take_hidden()  # else the log would hold them as long as the graph lives
-        self.early.forget()
         self._casts.clear()
         self._kept = None
 
@@ -437,10 +427,8 @@ class Recording:
             place = None if outputs[0] is made else index
             if expected.matters and not self._match_output(expected, call, output, place):
                 return False
-            if expected.matters or (expected.is_offloaded and self.early.looks_at(output)):
+            if expected.matters:
                 self._note_call(output, call.tensors(), call.entry)
-            if expected.is_offloaded:
-                self.early.made(expected.value.number, output)
             step.advance()
         return True
 

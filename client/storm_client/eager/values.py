@@ -24,7 +24,7 @@ from storm_client.eager.sources import (
 from storm_client.monitoring.layers import Layers, Place
 from storm_client.planner.decisions import Decision
 from storm_client.saved.ranges import WeakStorage
-from storm_client.saved.snapshots import Ready, base_of, is_result, maker_of
+from storm_client.saved.snapshots import base_of, is_result, maker_of
 
 __all__ = ["Inputs", "SaveHooks", "TrackedStorage", "Values", "is_in_function", "numbers_of"]
 
@@ -40,10 +40,6 @@ class SaveHooks(NamedTuple):
     restore_input: Callable[[Any], torch.Tensor]
     inputs: HeldInputs
     """Has them read copies when a custom function's backward gets their memory."""
-    publish_ready: Callable[[torch.Tensor], int]
-    """Returns a number that the device publishes once the tensor has been made; 0 if unused."""
-    offload_when_ready: Callable[[torch.Tensor, Ready], None]
-    """Called with a value to be offloaded as it is when such a number is published."""
 
 
 class TrackedStorage:

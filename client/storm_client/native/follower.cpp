@@ -150,9 +150,6 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
       return false;
     }
   }
-  if (expected.may_offload_early && OffloadQueue::is_large(nbytes)) {
-    unpacked.push_back({output, event.number, nullptr});
-  }
   ++at;
   return true;
 }
@@ -255,8 +252,6 @@ PyObject* forget(PyObject* self, PyObject*) {
   auto& follower = follower_of(self);
   follower.queue.clear();
   auto unpacked = std::exchange(follower.unpacked, {});
-  auto offloaded = std::exchange(follower.offloaded_when_made, {});
-  follower.by_python.clear();
   Locked locked(follower.lock);
   follower.values.forget_storages();
   Py_RETURN_NONE;

@@ -25,21 +25,9 @@ enum Hook {
   LOAD,              // a use that one of the OFFLOAD hooks made: the storage
   PACK_INPUT,        // a recipe's input, its value's number: a handle for RESTORE_INPUT
   RESTORE_INPUT,     // such a handle: the tensor
-  MADE,              // a value's number, a large tensor just made: whether Python packs it
-  OFFLOAD_WHEN_MADE,  // the same, for one that may be offloaded at once: a use for LOAD, or None
   PROTECT_INPUTS,    // once the script was left, an address of a storage: nothing; recipes copy it
   FIRST_UNPACK,      // called once, when the backward pass first unpacks a tensor
   HOOKS,
-};
-
-// A large result that was offloaded as soon as it was made, though others may hold it. Tensors that
-// are saved of it share these bytes as long as the result has not changed.
-struct OffloadedWhenMade {
-  WeakStorage storage;  // keeps its address from being reused
-  WeakTensor base;
-  uint32_t version;
-  std::shared_ptr<Bundle> unsaved;  // until a tensor is saved of it; then that alone owns it
-  std::weak_ptr<Bundle> bundle;
 };
 
 // A call in progress, as far as the script needs it.
@@ -74,8 +62,6 @@ struct Follower : public Watcher {
   at::Tensor byproduct;  // of the call, once it is saved
   std::vector<Unpacked> unpacked;
   OffloadQueue queue;
-  std::unordered_map<const c10::StorageImpl*, OffloadedWhenMade> offloaded_when_made;
-  std::unordered_set<const c10::StorageImpl*> by_python;  // large results that Python packs
   // Memory that a custom function's backward may have written to, for the next backward pass over
   // the same graph.
   std::unordered_map<const c10::StorageImpl*, c10::Storage> written;
@@ -112,7 +98,7 @@ inline Follower& follower_of(PyObject* self) { return value_of<Follower>(self); 
 // offloaded because of an error stay kept.
 void offload_waiting(Follower& follower, Which which = Which::ALL);
 
-// Packs the inputs of recipes like saved tensors, and handles large tensors that were just made.
+// Packs the inputs of recipes like saved tensors.
 void pack_inputs(Follower& follower);
 
 // Methods of the Python type.

@@ -115,20 +115,6 @@ std::vector<OffloadQueue::Waiting> OffloadQueue::take() {
   return std::exchange(waiting_, {});
 }
 
-Group OffloadQueue::take(const c10::StorageImpl* storage) {
-  Group taken;
-  for (Waiting& one : take()) {
-    const at::Tensor& token = token_of(one.kept.get());
-    const bool is_in = token.defined() && storage_of(token) == storage;
-    if (is_in) {
-      taken.push_back(std::move(one.kept));
-    } else {
-      wait(std::move(one));
-    }
-  }
-  return taken;
-}
-
 // Returns whether only waiting tensors hold a storage, so that nobody else can write to it or find
 // it: see `is_unshared` of saved/snapshots.py.
 bool OffloadQueue::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {

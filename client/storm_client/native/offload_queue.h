@@ -25,8 +25,8 @@ class OffloadQueue {
   // all. They are sent `in_place`, or copied by the training thread.
   void begin(c10::Device device, int64_t min_bytes, int64_t max_bytes, bool in_place);
 
-  // Returns whether a storage of so many bytes should be sent as soon as it is made; see
-  // LARGE_BYTES of eager/early_reads.py.
+  // Returns whether a storage of so many bytes is sent as soon as nobody else holds it: its transfer
+  // takes so long that waiting for others gains nothing.
   static bool is_large(int64_t nbytes) { return nbytes >= LARGE_BYTES; }
 
   // Returns whether a tensor may wait: Python later finds the same state as it would now. A large
@@ -51,9 +51,6 @@ class OffloadQueue {
   // dtype but none waits. A large tensor waits as long as somebody else holds it. During a CUDA
   // graph `capture` nothing counts as unshared: no copies can be made.
   Due due(Which which, bool capture);
-
-  // Returns the waiting tensors that lie in a storage, and holds them no longer.
-  Group take(const c10::StorageImpl* storage);
 
   // Returns the device of the waiting tensors, if there are any.
   c10::Device device() const { return *device_; }

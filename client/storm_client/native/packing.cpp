@@ -56,28 +56,7 @@ bool may_duplicate_waiting(const Follower& follower, PyObject* tensor) {
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor);
   return follower.queue.can_wait(tensor) && !captures(tensor.device()) &&
-         !follower.model_storages->has(storage) && follower.by_python.count(storage) == 0;
-}
-
-// Returns a handle that shares the bytes of a result that was offloaded when made; null if there is
-// none, or it has changed since.
-Ref share_offloaded(Follower& follower, const at::Tensor& tensor, uint32_t row) {
-  const auto found = follower.offloaded_when_made.find(storage_of(tensor));
-  if (found == follower.offloaded_when_made.end()) return {};
-  auto& [storage, base, version, unsaved, bundle] = found->second;
-  const bool is_first = unsaved != nullptr;
-  auto of = is_first ? std::move(unsaved) : bundle.lock();
-  const auto* made = base_of(tensor).unsafeGetTensorImpl();
-  const bool is_same = base._unsafe_get_target() == made && made->version_counter().current_version() == version;
-  if (of == nullptr || !is_same || !tensor.grad_fn() || !is_result(tensor)) {
-    follower.offloaded_when_made.erase(found);
-    return {};
-  }
-  unsaved = nullptr;
-  Ref kept = Ref::stolen(keep(tensor));
-  release_into(kept.get(), std::move(of), 0);
-  if (!is_first) follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
-  return kept;
+         !follower.model_storages->has(storage);
 }
 
 // Keeps a tensor until it is offloaded with others.
@@ -94,8 +73,6 @@ Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
   const auto& script = *follower.script;
   const auto saved = script.saved.find(number);
   if (saved != script.saved.end()) {
-    Ref held = share_offloaded(follower, tensor, script.events[script.next[saved->second]].row);
-    if (held) return held;
     if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, saved->second);
   }
   Ref wrapped = expected(THPVariable_Wrap(tensor));
@@ -103,48 +80,10 @@ Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
   return call_hook(follower, PACK_INPUT, wrapped.get(), of.get());
 }
 
-// Returns whether a large result may be offloaded now: if it is no view, all of its storage, and
-// may wait.
-bool may_offload_early(const Follower& follower, const at::Tensor& tensor) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  return is_ordinary(const_cast<at::TensorImpl*>(impl)) && &base_of(tensor) == &tensor &&
-         static_cast<size_t>(nbytes_of(impl)) == storage_of(impl)->nbytes() &&
-         can_wait(follower, tensor);
-}
-
-// Offloads a large result that was just made, or reports it to Python.
-void note_made(Follower& follower, const at::Tensor& tensor, int number) {
-  const auto* storage = storage_of(tensor);
-  Ref wrapped = expected(THPVariable_Wrap(tensor));
-  Ref of = expected(PyLong_FromLong(number));
-  if (may_offload_early(follower, tensor)) {
-    auto bundle = std::make_shared<Bundle>(std::vector{tensor.storage()}, tensor.device());
-    const uint32_t version = version_of(tensor);
-    Ref use = call_hook(follower, OFFLOAD_WHEN_MADE, of.get(), wrapped.get());
-    if (use.get() != Py_None) {
-      bundle->release(use.get());
-      for (Ref& kept : follower.queue.take(storage)) release_into(kept.get(), bundle, 0);
-      const bool is_saved = bundle.use_count() > 1;
-      follower.offloaded_when_made.insert_or_assign(
-          storage, OffloadedWhenMade{tensor.storage().getWeakStorageImpl(),
-                                     WeakTensor(tensor.getIntrusivePtr()), version,
-                                     is_saved ? nullptr : bundle, bundle});
-      return;
-    }
-  }
-  if (follower.queue.has(storage)) offload_waiting(follower);
-  Ref is_packed = call_hook(follower, MADE, of.get(), wrapped.get());
-  if (PyObject_IsTrue(is_packed.get()) == 1) follower.by_python.insert(storage);
-}
-
 void pack_inputs(Follower& follower) {
   while (!follower.unpacked.empty()) {
     const auto [tensor, number, source] = std::move(follower.unpacked.back());
     follower.unpacked.pop_back();
-    if (source == nullptr) {
-      note_made(follower, tensor, number);
-      continue;
-    }
     if (!source->keeps(tensor)) continue;  // the recipe goes on reading the memory that it keeps
     Ref packed = packed_input(follower, tensor, number);
     Locked locked(follower.lock);
@@ -210,8 +149,6 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
     return keep_counted(follower, tensor, event.row);
   }
   if (!handle) {
-    Ref held = share_offloaded(follower, tensor, event.row);
-    if (held) return held;
     if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, event.position);
   }
   if (may_duplicate_waiting(follower, object)) offload_waiting(follower);

@@ -8,23 +8,21 @@ namespace storm {
 namespace script {
 
 // (name, overload, kernel or None, place, name of the outer call, does, dtype or None, choice,
-// may draw, may offload early, overwrites, what it depends on if it is a byproduct, numbers of
-// inputs)
+// may draw, overwrites, what it depends on if it is a byproduct, numbers of inputs)
 Call call_of(PyObject* tuple, Script& script) {
   const char *name, *overload, *inside;
   PyObject *kernel, *dtype, *inputs;
-  int does = 0, choice = 0, may_draw = 0, may_offload_early = 0, overwrites = 0, depends = 0;
+  int does = 0, choice = 0, may_draw = 0, overwrites = 0, depends = 0;
   Call call;
-  expect(PyArg_ParseTuple(tuple, "ssOIsiOipppiO!", &name, &overload, &kernel, &call.place, &inside,
-                          &does, &dtype, &choice, &may_draw, &may_offload_early, &overwrites,
-                          &depends, &PyTuple_Type, &inputs));
+  expect(PyArg_ParseTuple(tuple, "ssOIsiOippiO!", &name, &overload, &kernel, &call.place, &inside,
+                          &does, &dtype, &choice, &may_draw, &overwrites, &depends,
+                          &PyTuple_Type, &inputs));
   call.is_copy = *inside != 0;
   if (call.is_copy) script.copying.insert(inside);
   call.does = static_cast<Does>(does);
   if (THPDtype_Check(dtype)) call.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   call.choice = static_cast<KernelChoice>(choice);
   call.may_draw = may_draw;
-  call.may_offload_early = may_offload_early;
   call.overwrites = overwrites;
   call.depends = static_cast<Depends>(depends);
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at) {

@@ -64,7 +64,6 @@ struct Call {
   bool is_copy = false;       // made inside another call, of that call's input
   bool may_draw = false;      // random numbers
   int dropout = -1;           // which of its inputs is the dropout probability; -1 if none
-  bool may_offload_early = false;  // its output may be offloaded as soon as it is made
   bool overwrites = false;    // its output is its first input, a value that is recomputed
   Depends depends = Depends::ARGUMENTS;
   std::vector<int> inputs;    // the numbers of its input values; CONSTANT for constant inputs

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from storm_client.errors import StormError
-from storm_client.saved.snapshots import Ready, SnapshotProof
+from storm_client.saved.snapshots import SnapshotProof
 from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ class StoredRange:
         "place",
         "pointer",
         "proof",
-        "ready",
         "session",
         "soon",
         "source",
@@ -184,8 +183,6 @@ class StoredRange:
         self.parts: list[Part] = []
         self.proof: SnapshotProof | None = None
         """Set while somebody else may hold the storage though its bytes have been sent."""
-        self.ready: Ready | None = None
-        """Set if the bytes can be read before there is a reason to send them."""
         self.error: StormError | None = None
         self._uses: dict[int, weakref.ref[Use]] = {}
         self._only: weakref.ref[Use] | None = None

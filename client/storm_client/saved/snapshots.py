@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import weakref
 from sys import getrefcount
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from storm_client.saved.versions import View
 
 if TYPE_CHECKING:
-    from storm_client.eager.proofs import UnchangedTrial
     from storm_client.saved.ranges import StoredRange
 
 __all__ = [
-    "Ready",
     "SnapshotProof",
     "Unchanging",
     "base_of",
@@ -83,27 +81,6 @@ class SnapshotProof:
             and base._version == self._version
             and _covers(View.of(base).span(), View.of(tensor).span())
         )
-
-
-class Ready(NamedTuple):
-    """A storage as it was right after the function that computed it, when `proof` was made.
-
-    A reader at any time from then on reads the same bytes. Changes that are counted are excluded by
-    the proof, other changes by an earlier step; in that step `trial` looks for them.
-    """
-
-    proof: SnapshotProof
-    sequence: int
-    """The number that the lane publishes once the bytes are computed; 0 during a trial."""
-    trial: UnchangedTrial | None = None
-
-    def holds_for(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage has the bytes of `tensor`; if not, a running trial fails."""
-        if self.proof.holds_for(tensor):
-            return True
-        if self.trial is not None:
-            self.trial.fail()
-        return False
 
 
 class Unchanging(SnapshotProof):

@@ -478,9 +478,9 @@ class Inbound:
         """Return how many bytes may be prefetched now."""
         assert self._in_place is not None
         transfers = self._transfers
-        self._allowed = transfers.window.prefetch_limit(
-            self._in_place.headroom(), transfers.held.nbytes
-        )
+        window = transfers.window
+        headroom = self._in_place.headroom() if window.counts_headroom else 0
+        self._allowed = window.prefetch_limit(headroom, transfers.held.nbytes, self._taken_bytes())
         return self._allowed
 
     def _taken_bytes(self) -> int:

@@ -36,7 +36,7 @@ from storm_client.saved.ranges import (
     UpcomingUses,
     Use,
 )
-from storm_client.saved.snapshots import Ready, SnapshotProof, is_unshared
+from storm_client.saved.snapshots import SnapshotProof, is_unshared
 from storm_client.transport.connection import Connection
 from storm_client.transport.device_memory import DeviceMemory
 from storm_client.transport.io_thread import Listener
@@ -141,8 +141,7 @@ class Session(Listener):
             record = self.saved.find(storage)
             if record is None:
                 return None
-            is_sent_early = record.ready is not None and record.ready.sequence > 0
-            if record.phase is RangePhase.IN_USE and not is_sent_early:
+            if record.phase is RangePhase.IN_USE:
                 return record
             if record.error is not None or not record.is_whole(storage):
                 return None
@@ -159,12 +158,8 @@ class Session(Listener):
         *,
         soon: bool = False,
         proof: SnapshotProof | None = None,
-        ready: Ready | None = None,
     ) -> StoredRange:
         """Return a new record of `storage`, to be sent once nobody else holds it; send others now.
-
-        If `ready` names a number that is published once the bytes are computed, the record is sent
-        at once.
 
         `soon` says that the record will be needed at once. `proof` allows finding the record after
         its bytes were sent, while somebody else holds the storage.
@@ -177,9 +172,6 @@ class Session(Listener):
         stream = self.lane.current_stream()
         record = self.new_record(storage, dtype, codec, stats, soon=soon, stream=stream)
         self.defer_until_unshared(record, proof)
-        record.ready = ready
-        if ready is not None and ready.sequence:
-            self.send(record)
         return record
 
     def new_record(
@@ -226,30 +218,6 @@ class Session(Listener):
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         self._store(records, None)
-
-    def send_when_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
-        """Send the record of a storage, if there is one, once the bytes are ready as `ready` says.
-
-        Attention saves its result before it returns it.
-
-        Raises:
-            DaemonLost: the daemon is gone.
-        """
-        with self.connection.lock:
-            record = self.saved.find(storage)
-            if record is None or record.phase is not RangePhase.IN_USE or record.ready is not None:
-                return
-            record.proof, record.ready = ready.proof, ready
-        if ready.sequence:
-            self.send(record)
-
-    def publish_ready(self) -> int:
-        """Publish a number after the current stream's work so far; 0 if nobody would read it."""
-        in_place = self._in_place
-        if in_place is None or self.lane.is_capturing():
-            return 0
-        with self.connection.lock:
-            return in_place.publish_numbers(1)[0]
 
     def send_unshared(
         self, latest: int | None = None, but: Collection[StoredRange] = frozenset()
@@ -394,7 +362,7 @@ class Session(Listener):
             budget=budget_text(budget),
         )
         with self.connection.lock:
-            self.transfers.window.limit_at_forward_end = plan.turn_bytes
+            self.transfers.window.follow(plan.rooms, plan.turn_bytes)
             self._plan = message
             self.connection.post(0, message)
 

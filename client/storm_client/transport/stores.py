@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from storm_client.errors import ActivationLost, StormError, named
-from storm_client.lanes import Mapped, Route, Slot
+from storm_client.lanes import Route, Slot
 from storm_client.lanes.dtypes import ENCODED, codec_name
 from storm_client.saved.ranges import Part, RangePhase, StoredRange
 from storm_client.transport.staging_space import ALIGNMENT
@@ -83,7 +83,6 @@ class Stores:
             -(-record.nbytes // self.part_bytes),
             weakref.ref(record),
             record.stats,
-            ready=0 if record.ready is None else record.ready.sequence,
         )
 
     def store(
@@ -105,7 +104,6 @@ class Stores:
             dtype=codec_name(out.dtype),
             codec="raw" if out.codec == ENCODED else out.codec,
             sequence=sequence,
-            ready=out.ready if isinstance(route, Mapped) else 0,
         )
         transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT, message=message)
         envelope = Envelope(entry, message)

@@ -116,8 +116,6 @@ class Outgoing:
     is_counted: bool = False
 
     # If the daemon reads the source in its own memory:
-    ready: int = 0
-    """The number published once the bytes are computed, if it comes before the chunks' numbers."""
     sequence: int | None = None
     """The number of its last chunk; None until its chunks are sent."""
 

@@ -489,7 +489,7 @@ def test_a_tensor_that_is_moved_while_it_is_offloaded_comes_from_where_it_was_mo
         return torch.ones(64)
 
     nothing = lambda *_: None  # noqa: E731
-    hooks = [nothing] * 13
+    hooks = [nothing] * 11
     hooks[3], hooks[4] = unpack, offload_waiting
     tallies = follow.Tallies()
     row = tallies.add_row()

@@ -1,4 +1,4 @@
-"""Large results: each leaves by one call into Python, once made or when nobody else holds it."""
+"""Large results: each leaves by one call into Python, once nobody else holds it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         monkeypatch.setattr(of, name, noting)
 
-    note(Results, "offload_when_made")
+    note(Results, "offload_waiting", lambda _: True)
     note(Results, "offload_unshared")
     note(StepHooks, "_pack_expected")
     return noted
@@ -170,23 +170,20 @@ def trained(
     return block
 
 
-def assert_is_asked_once(forward: Forward, kind: str, block: storm.Offload, calls: Calls) -> None:
-    """Python is asked for each result once, when it was made or when nobody else holds it."""
+def assert_is_asked_once(forward: Forward, block: storm.Offload, calls: Calls) -> None:
+    """Python is asked for each result once, when nobody else holds it or at the block's end."""
     assert calls.count("_pack_expected") <= BY_PYTHON[forward]
-    if kind == "staged" or forward is attention:  # of which nothing is recomputed
-        assert calls.count("offload_unshared") > 0
-    else:
-        assert calls.count("offload_when_made") > 0
+    assert calls.count("offload_waiting" if forward is held else "offload_unshared") > 0
     assert block.stats().offloaded_bytes > STEPS * LARGE
 
 
 def test_large_results_leave_or_are_refused(
-    kind: str, any_client: storm.Client, followed: Followed, calls: Calls
+    any_client: storm.Client, followed: Followed, calls: Calls
 ) -> None:
     """Refused are those that are changed; graphs that are dropped leave nothing behind."""
     trained(saved_thrice, any_client, followed, calls)
     block = trained(products, any_client, followed, calls)
-    assert_is_asked_once(products, kind, block, calls)
+    assert_is_asked_once(products, block, calls)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1"):
         step(lambda x, weight: products(x, weight, changes=True), block)
     weight, x = leaves()
@@ -200,10 +197,10 @@ def test_large_results_leave_or_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("forward", [attention, held, parts])
 def test_bits_are_those_without(
-    forward: Forward, kind: str, any_client: storm.Client, followed: Followed, calls: Calls
+    forward: Forward, any_client: storm.Client, followed: Followed, calls: Calls
 ) -> None:
     block = trained(forward, any_client, followed, calls)
-    assert_is_asked_once(forward, kind, block, calls)
+    assert_is_asked_once(forward, block, calls)
 
 
 @pytest.mark.slow
