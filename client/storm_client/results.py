@@ -21,7 +21,6 @@ from storm_client.saved.snapshots import SnapshotProof
 from storm_client.transport.session import LOOK_BACK
 
 if TYPE_CHECKING:
-
     from storm_client.eager.planned_step import PlannedStep
     from storm_client.monitoring.stats import StatsRecorder
     from storm_client.native import _follow

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from storm_client.devices import is_capturing
-from storm_client.planner.rooms import NO_ROOMS, Rooms
 
 __all__ = [
     "DeviceWindow",
@@ -65,9 +64,9 @@ class DeviceWindow:
     """How much device memory one session's transfers may take; the session's lock protects it.
 
     One limit bounds the sources that are held after a store, together with the values that are
-    prefetched. Both may also use the room that a plan expects below the step's peak. Without a plan
-    prefetches may take half of the memory that the step used before and that is free again. All
-    stays below the ceiling, which is halved when the device runs out of memory.
+    prefetched. If no plan knows a step's peak, prefetches may take half of the memory that the step
+    used before and that is free again. Both stay below the ceiling, which is halved when the device
+    runs out of memory.
     """
 
     def __init__(self, ceiling: int) -> None:
@@ -79,20 +78,10 @@ class DeviceWindow:
         """Bytes of sources that may be released before they were read."""
         self.limit_at_forward_end: int | None = None
         """Bytes of sources that may be held when a forward pass ends; None for the full limit."""
-        self._rooms = NO_ROOMS
         self._largest = self._known_largest = 0
         self._pass_bytes = 0
-        self._held_at_turn = self._restored = 0
         self._passes: deque[tuple[int, int]] = deque(maxlen=LATEST)
         """Bytes that each of the latest passes stored, and its largest tensor."""
-
-    def follow(self, rooms: Rooms, turn_bytes: int | None) -> None:
-        """Use the rooms of a new plan. How much former plans stored no longer counts.
-
-        Sources held at the end of a forward pass are limited to `turn_bytes`, unless that is None.
-        """
-        self._rooms, self.limit_at_forward_end = rooms, turn_bytes
-        self._passes.clear()
 
     def record_store(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
@@ -102,16 +91,8 @@ class DeviceWindow:
             self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
             self.unread = max(self.unread, self.limit)
 
-    def record_restore(self, nbytes: int) -> None:
-        """Note that the memory of a tensor is restored in place."""
-        self._restored += nbytes
-
-    def on_backward_begin(self, held: int = 0) -> None:
-        """Note that a restore begins: the stores since the last call were one forward pass.
-
-        `held` is the bytes of sources that are still held.
-        """
-        self._held_at_turn, self._restored = held, 0
+    def on_backward_begin(self) -> None:
+        """Note that a restore begins: the stores since the last call were one forward pass."""
         self._passes.append((self._pass_bytes, self._largest))
         self._pass_bytes = self._largest = 0
         self._known_largest = max(largest for _, largest in self._passes)
@@ -124,44 +105,33 @@ class DeviceWindow:
         Sources that are held when a forward pass ends are in memory together with the loss. So the
         limit shrinks as the pass approaches the point where the last pass ended.
         """
-        latest = self._latest_bytes
-        room = self._rooms.forward.when(self._pass_bytes, latest)
-        limit = min(self._ceiling, self.limit + room)
         if self.limit_at_forward_end is None:
-            return limit
+            return self.limit
+        latest, _ = self._passes[-1] if self._passes else (0, 0)
         to_come = max(0, latest - self._pass_bytes)
-        return min(limit, max(self.limit_at_forward_end, TURN_BYTES) + to_come)
+        return min(self.limit, max(self.limit_at_forward_end, TURN_BYTES) + to_come)
 
-    def prefetch_limit(self, headroom: int, held: int, unused: int = 0) -> int:
+    def prefetch_limit(self, headroom: int, held: int) -> int:
         """Return how many bytes may be prefetched.
 
-        `headroom` is the peak of allocated bytes less the bytes allocated now, if it counts. `held`
-        is the bytes of sources that are held although they were stored; those and prefetched values
-        are in memory at once. `unused` is the bytes of values whose restore has begun and that
-        nobody has used yet.
+        `headroom` is the peak of allocated bytes less the bytes allocated now, 0 if it does not
+        count. `held` is the bytes of sources that are held although they were stored. When a
+        backward pass begins, held and prefetched values would be in memory at once, which is more
+        than without offload.
         """
-        if self.counts_headroom:
-            return min(self._ceiling, max(self._beside(held, self.limit), headroom // 2))
-        used = self._held_at_turn - held + self._restored - unused
-        room = self._rooms.backward.when(used, self._latest_bytes)
-        return min(self._ceiling, self._beside(held, self.limit + room))
+        beside_held = max(self.limit - held, min(self.limit, MIN_BYTES))
+        spare = headroom // 2 if self.counts_headroom else 0
+        return min(self._ceiling, max(beside_held, spare))
 
     @property
     def counts_headroom(self) -> bool:
-        """Whether the room below the step's peak must be measured, since no plan tells it.
+        """Whether prefetches may use memory that the step used before.
 
-        A prefetched value stays in memory until its use, also at the step's peak. It would raise
-        the peak from which the next step takes its headroom.
+        With `limit_at_forward_end` they do not: the plan counts on this in-flight limit. A
+        prefetched value stays in memory until its use, also at the step's peak, and would raise the
+        peak that the next step takes its headroom from.
         """
-        return self._rooms is NO_ROOMS and self.limit_at_forward_end is None
-
-    def _beside(self, held: int, limit: int) -> int:
-        return max(limit - held, min(self.limit, MIN_BYTES))
-
-    @property
-    def _latest_bytes(self) -> int:
-        """The bytes that the latest forward pass stored, at first those of the plan."""
-        return self._passes[-1][0] if self._passes else self._rooms.forward.total
+        return self.limit_at_forward_end is None
 
     def shrink(self) -> None:
         """Halve the ceiling from now on: the device has run out of memory."""

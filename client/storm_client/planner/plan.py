@@ -15,7 +15,6 @@ from storm_client.notebooks import table_html
 from storm_client.planner.decisions import Keep, Offload, Replay
 from storm_client.planner.devices import parts_of
 from storm_client.planner.problem import Problem
-from storm_client.planner.rooms import NO_ROOMS, Rooms, rooms_of
 from storm_client.planner.solver import Choice
 from storm_client.planner.timeline import checkpointed, kept_by_checkpointing, planned
 from stormd.protocol.sizes import format_size
@@ -77,8 +76,6 @@ class Plan:
     """The same if each block is checkpointed."""
     measured: frozenset[str] = frozenset()
     """Which of the machine's figures were measured, as `Machine.measured`."""
-    rooms: Rooms = field(default=NO_ROOMS, compare=False, repr=False)
-    """Room below the step's peak for bytes in flight; none for a step on several GPUs."""
     compared: str = ""
     """Text for users: the step times with this plan and with others; empty if none were
     compared."""
@@ -89,8 +86,7 @@ class Plan:
         rows = []
         beside = problem.block_ends and problem.recomputes
         others_keep = kept_by_checkpointing(problem) if beside else frozenset()
-        parts = parts_of(problem) if beside or problem.used_between else []
-        timelines = [planned(one.problem, one.choice_of(choice).decisions) for one in parts]
+        parts = parts_of(problem) if beside else []
         for value, decision, reason, cost in zip(
             problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
@@ -115,14 +111,14 @@ class Plan:
             choice.replay_seconds,
             choice.forward_seconds,
             checkpointed_bytes=problem.nbytes(others_keep) if beside else None,
-            fullest_bytes=max(one.peak_bytes for one in timelines) if beside else None,
-            checkpointed_fullest_bytes=(
-                max(checkpointed(one.problem).peak_bytes for one in parts) if beside else None
+            fullest_bytes=max(
+                (planned(one.problem, one.choice_of(choice).decisions).peak_bytes for one in parts),
+                default=None,
+            ),
+            checkpointed_fullest_bytes=max(
+                (checkpointed(one.problem).peak_bytes for one in parts), default=None
             ),
             measured=measured,
-            rooms=(
-                rooms_of(problem, choice.decisions, timelines[0]) if len(parts) == 1 else NO_ROOMS
-            ),
         )
 
     def __str__(self) -> str:

@@ -78,23 +78,6 @@ class Timeline:
         later = other.peak_bytes_beside_gradients
         return list(map(min, new, (later - most for most in self._most(self._new))))
 
-    def free_in_forward(self) -> list[int]:
-        """Return the bytes below the peak at each moment of the forward pass."""
-        peak = self.peak_bytes
-        if self.finds_gradients:
-            peak = min(peak, self.peak_bytes_beside_gradients)
-        return [peak - nbytes for nbytes in self.forward]
-
-    def free_to_the_end(self) -> list[int]:
-        """Return, for each backward moment, the bytes below the peak at it and all later ones."""
-        free = self._below(self.peak_bytes, self.gradients)
-        if not self.finds_gradients:
-            return free
-        return list(map(min, free, self._below(self.peak_bytes_beside_gradients, self._new)))
-
-    def _below(self, peak: int, gradients: list[int]) -> list[int]:
-        return [peak - most for most in accumulate(self._with(gradients), max)]
-
     def _most(self, gradients: list[int]) -> list[int]:
         """Return the more of the bytes at each moment of the forward and of the backward pass."""
         return list(map(max, self._with(gradients), [*self.forward, 0]))

@@ -33,7 +33,7 @@ class HeldSources:
 
     def on_backward_begin(self) -> None:
         """Tell the window that a restore begins."""
-        self._window.on_backward_begin(self.nbytes)
+        self._window.on_backward_begin()
         self.has_grown = False
 
     def excess(self, limit: int | None = None) -> Outgoing | None:

@@ -480,7 +480,7 @@ class Inbound:
         transfers = self._transfers
         window = transfers.window
         headroom = self._in_place.headroom() if window.counts_headroom else 0
-        self._allowed = window.prefetch_limit(headroom, transfers.held.nbytes, self._taken_bytes())
+        self._allowed = window.prefetch_limit(headroom, transfers.held.nbytes)
         return self._allowed
 
     def _taken_bytes(self) -> int:

@@ -362,7 +362,7 @@ class Session(Listener):
             budget=budget_text(budget),
         )
         with self.connection.lock:
-            self.transfers.window.follow(plan.rooms, plan.turn_bytes)
+            self.transfers.window.limit_at_forward_end = plan.turn_bytes
             self._plan = message
             self.connection.post(0, message)
 

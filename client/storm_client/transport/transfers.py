@@ -196,7 +196,6 @@ class Transfers:
         if self.held.has_grown:
             self.held.on_backward_begin()
         part = incoming.parts[index]
-        self.window.record_restore(part.nbytes)
         number = self.handed_out.next_ticket(self._numbers, self._pending)
         message = Restore(
             ticket=number,
