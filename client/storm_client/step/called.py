@@ -87,8 +87,6 @@ class Called:
         """The globals of these functions, in which nothing of the capture's may be left."""
         self.changed: dict[str, Any] = {}
         """What has changed during the capture, by name, with what it became."""
-        self.is_for_one_run = False
-        """Whether the next step has to be captured anew, as its code may change something again."""
         self._found: list[_Place] = []
         """What is compared before each run."""
         self._places: dict[tuple[int, str], _Place] = {}
@@ -234,7 +232,7 @@ class Called:
 
     def _look_into(self, name: str, value: Any, code: CodeType) -> None:
         """Look into a value later, if it may hold others."""
-        if not (is_plain(value) or is_of_a_capture(value) or issubclass(type(value), _OPAQUE)):
+        if not (is_plain(value) or is_of_a_capture(value) or issubclass(type(value), torch.Tensor)):
             self._pending.append((name, value, code))
 
     def _note_held(self, name: str, value: Any, code: CodeType) -> None:
@@ -269,8 +267,10 @@ class Called:
         table = table_of(owner)
         name = f"{name}.{key}"
         if table is not None and key in table and not isinstance(owner, type):
-            if isinstance(owner, nn.Module):  # its attributes are compared, not what they lead to
-                self._look_into(name, table[key], code)
+            if isinstance(owner, (nn.Module, Optimizer)):
+                # Its attributes are compared, not what they lead to.
+                if key not in _TABLES_OF_OPTIMIZERS:
+                    self._look_into(name, table[key], code)
             else:
                 self._note(name, (id(owner), key), partial(_in_table, reference(owner), key), code)
             return
@@ -309,8 +309,8 @@ class Called:
                         self._places.setdefault((id(cells[name]), ""), place)
 
 
-_OPAQUE = (torch.Tensor, Optimizer)
-"""Types of which no attributes are looked at."""
+_TABLES_OF_OPTIMIZERS = ("defaults", "param_groups", "state")
+"""Those that are compared one by one."""
 
 _HOLDERS = (
     BuiltinMethodType,

@@ -168,8 +168,8 @@ class _Watcher(Watching):
                 self.captured.recording.record_leaf(tensor)
         if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
             return self.call_inside(_deeply_copied, *args)
-        if func in _OF_FLAGS and not _is_made(args[0]):
-            self.captured.recording.record_flag(args[0])
+        if args and isinstance(args[0], torch.Tensor) and not _is_made(args[0]):
+            self.captured.recording.record_asked(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
             packet = getattr(torch.ops.aten, name)
@@ -226,6 +226,4 @@ _RUNNING_HOOKS = {
 
 _DATA: Any = torch.Tensor.data
 _GRADIENT: Any = torch.Tensor.grad
-_FLAG: Any = torch.Tensor.requires_grad
-_OF_FLAGS = (_FLAG.__set__, torch.Tensor.requires_grad_)
 _OF_GRADIENTS = (_GRADIENT.__set__, _GRADIENT.__get__)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import fx
@@ -48,7 +49,8 @@ _MANY: Final = 4
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class _Prepared(NamedTuple):
+@dataclass(eq=False)
+class _Prepared:
     """One capture, ready to run."""
 
     key: Any
@@ -56,6 +58,10 @@ class _Prepared(NamedTuple):
     program: Program
     state: State
     record: Record
+    is_second: bool
+    """Whether it was to confirm an earlier capture, and has recorded something else."""
+    is_confirmed: bool = False
+    """Whether a later capture has recorded the same."""
 
 
 class CompiledStep:
@@ -90,10 +96,6 @@ class CompiledStep:
         self._captures = captures
         self._casts = CastProbe()
         self._has_warned = False
-        self._unlike = 0
-        """How many captures differed from the earlier one that was to run again."""
-        self._is_confirmed = False
-        """Whether a capture was the same as the earlier one that was to run again."""
         self._lock = threading.RLock()  # protects the list below; a run holds it
         self._known: list[_Prepared] = []
         """The captures that are kept, the one used last at the end."""
@@ -138,20 +140,20 @@ class CompiledStep:
         known = [one.program.captured for one in alike]
         captured = None
         for prepared in reversed(alike):
-            is_over = prepared.program.captured.called.is_for_one_run
-            values = None if is_over else prepared.state.values(leaves)
+            values = prepared.state.values(leaves)
             if values is not None:
-                if not self._is_confirmed:
+                if not prepared.is_confirmed:
                     captured = self._capture(arguments, options, leaves, known)
-                    self._compare(prepared.record.difference(values, Record(captured)))
-                if self._is_confirmed:
+                    _compare(prepared, prepared.record.difference(values, Record(captured)))
+                if prepared.is_confirmed:
                     return prepared, values
                 break
         differs = (
             alike[-1].state.different(leaves) if len(alike) >= min(_MANY, self._captures) else []
         )
+        is_second = captured is not None
         captured = captured or self._capture(arguments, options, leaves, known)
-        prepared = self._prepare(key, captured, leaves)
+        prepared = self._prepare(key, captured, leaves, is_second=is_second)
         if differs and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -167,21 +169,6 @@ class CompiledStep:
                 "be used; leave counters and switches to what calls it"
             )
         return prepared, values
-
-    def _compare(self, differs: str | None) -> None:
-        """Note whether a second capture has recorded the same as an earlier one that may run again.
-
-        What only a first call does, such as filling a table, makes one difference. The second
-        capture runs then.
-        """
-        self._is_confirmed = differs is None
-        self._unlike += differs is not None
-        if self._unlike > 1:
-            raise UsageError(
-                f"the step does not do the same in each call ({differs}), though nothing that "
-                "stormd compares has changed: it reads a clock, a file, an iterator or something "
-                "else that only its capture would read; pass that as an argument"
-            )
 
     def _capture(
         self,
@@ -206,14 +193,15 @@ class CompiledStep:
         _check_changed(captured, known)
         return captured
 
-    def _prepare(self, key: Any, captured: Captured, leaves: list[object]) -> _Prepared:
+    def _prepare(
+        self, key: Any, captured: Captured, leaves: list[object], *, is_second: bool
+    ) -> _Prepared:
         record = Record(captured)
-        is_for_one_run = captured.makes_state or captured.called.is_for_one_run
-        codegen = "eager" if is_for_one_run else self._codegen
+        codegen = "eager" if captured.makes_state else self._codegen
         program = program_of(captured, codegen, self._target)
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program.temporaries()))
-        return _Prepared(key, program, State(captured, self._step, leaves), record)
+        return _Prepared(key, program, State(captured, self._step, leaves), record, is_second)
 
     # --- a run ------------------------------------------------------------------------------
 
@@ -262,11 +250,25 @@ class CompiledStep:
         )
 
 
+def _compare(prepared: _Prepared, differs: str | None) -> None:
+    """Note whether a second capture has recorded the same as the one that may run again.
+
+    What only a first call does, such as filling a table, makes one difference. The second capture
+    runs then.
+    """
+    prepared.is_confirmed = differs is None
+    if differs is not None and prepared.is_second:
+        raise UsageError(
+            f"the step does not do the same in each call ({differs}), though nothing that "
+            "stormd compares has changed: it reads a clock, a file, an iterator or something "
+            "else that only its capture would read; pass that as an argument"
+        )
+
+
 def _check_changed(captured: Captured, known: list[Captured]) -> None:
     """Refuse a step that changes again what an earlier capture of `known` has changed.
 
-    What it sets for the first time may be set once for all, or be reset by each step. So the next
-    step is captured anew.
+    What it sets for the first time may be set once for all, or be reset by each step.
     """
     earlier = {name: value for one in known for name, value in one.called.changed.items()}
     again = {name for one in known for name in one.changed} & captured.changed.keys()
@@ -279,7 +281,6 @@ def _check_changed(captured: Captured, known: list[Captured]) -> None:
             f"the step changes {name} again and again{value}, but its Python code runs only when "
             "it is captured; leave counting to what calls the step, or make it a buffer"
         )
-    captured.called.is_for_one_run = bool(now.keys() - earlier.keys())
 
 
 MAX_KEPT = (32 << 20) - (1 << 16)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from storm_client.errors import UsageError
 from storm_client.step.recording import is_of_a_capture
-from storm_client.step.variables import is_plain, is_pytorchs, own_attributes, table_of
+from storm_client.step.variables import is_plain, is_pytorchs, own_attributes, table_of, text_of
 
 __all__ = ["Places", "held_by", "put_back"]
 
@@ -109,7 +109,14 @@ def held_by(value: Any) -> dict[Any, Any] | None:
 
 
 _NOT_LOOKED_INTO = (Optimizer, BuiltinFunctionType, torch.jit.ScriptModule)
-_LOOKED_INTO = (LRScheduler, torch.Tensor, FunctionType, CellType)
+_LOOKED_INTO = (
+    LRScheduler,
+    torch.amp.GradScaler,
+    torch.distributions.Distribution,
+    torch.Tensor,
+    FunctionType,
+    CellType,
+)
 """Types of PyTorch's and Python's that are."""
 
 
@@ -157,4 +164,4 @@ def put_back(held: Any, before: dict[Any, Any]) -> None:
 
 def _of(name: str, held: object, key: object) -> str:
     is_container = isinstance(held, (dict, *_SEQUENCES, *_SETS))
-    return f"{name}[{key!r:.40}]" if is_container else f"{name}.{key}"
+    return f"{name}[{text_of(key):.40}]" if is_container else f"{name}.{key}"

@@ -97,8 +97,9 @@ class Recording:
     """The tensors that the step has got from the capture."""
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     """Tensors that may have gradients, by id, with the gradient that each had before the step."""
-    flags: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
-    """Tensors whose `requires_grad` the step sets, by id, with its value before the step."""
+    asked: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    """Tensors from before the step that it asks for anything or changes, by id, with their
+    `requires_grad` before the step."""
 
     def __post_init__(self) -> None:
         self.root = self.graph.create_node("get_attr", "stormd_begin")
@@ -132,14 +133,14 @@ class Recording:
             with torch._C.DisableTorchFunction():
                 self.leaves[id(tensor)] = (tensor, tensor.grad)
 
-    def record_flag(self, tensor: torch.Tensor) -> None:
-        """Note whether a tensor requires gradients, before the step changes that.
+    def record_asked(self, tensor: torch.Tensor) -> None:
+        """Note a tensor, before the step asks for its shape or another property, or changes it.
 
         Arguments are left out: each run has other ones.
         """
         known = self.outside.get(id(tensor))
-        if known is None or known.argument is None:
-            self.flags.setdefault(id(tensor), (tensor, tensor.requires_grad))
+        if tensor.layout is torch.strided and (known is None or known.argument is None):
+            self.asked.setdefault(id(tensor), (tensor, tensor.requires_grad))
 
     def number(self, value: float) -> Any:
         """Return a symbolic number that the graph takes as an input."""

@@ -51,6 +51,8 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
         is_offered = any("capturable: bool" in line for line in getlines(updates[-1]))
         way = "pass capturable=True, or take another" if is_offered else "take another optimizer"
         advice = f"this optimizer's update branches on how often it was called; {way}"
+    elif torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        advice = "leave out detect_anomaly(), which looks for NaN, or give it check_nan=False"
     return UsageError(
         f"the step reads what a tensor holds ({what}) at {script_line(frames)}: a captured step "
         f"runs the same operations whatever that is; {advice}"

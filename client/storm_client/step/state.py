@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_post_hooks,
@@ -31,6 +32,8 @@ from storm_client.step.variables import (
     identified,
     is_plain,
     of_optimizer,
+    of_parameters,
+    of_tensor,
     variables,
     variables_of_type,
 )
@@ -114,6 +117,9 @@ class State:
         """The tensors' ids and addresses when their memory sharing was last found unchanged."""
         self.sharing = self._sharing(tensors, [held.slot(tensors) for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
+        asked, known = captured.recording.asked, captured.recording.outside
+        self._asked = [one for key, (one, _) in asked.items() if key not in known]
+        """Tensors of which only properties are read, which are no inputs of the graph."""
         self.python = self._python(leaves)
         self.gradients = [
             (tensor, gradient is None) for tensor, gradient in captured.recording.leaves.values()
@@ -123,12 +129,13 @@ class State:
         """Return everything, besides tensors, that Python code may have decided by."""
         seed = self.captured.recording.generators.seed_read()
         found: list[Any] = [variables(self.step, leaves), surroundings(), seed]
+        found += map(_form, self._asked)
         found += [
             (
                 module.training,
                 identified(type(module).forward),
                 _ids(module._modules),
-                _ids(module._parameters),
+                of_parameters(module),
                 [(key, one is None) for key, one in module._buffers.items()],
                 self._attributes(number, module),
             )
@@ -244,7 +251,8 @@ def described(leaf: object) -> Any:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride(), tensor.device
+    place = tensor.stride(), tensor.device
+    return tensor.shape, tensor.dtype, tensor.requires_grad, *place, of_tensor(tensor)
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -254,6 +262,8 @@ def surroundings() -> tuple[Any, ...]:
         torch.is_autocast_cache_enabled(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
+        bool(parametrize._cache_enabled),
         *deciding_settings(),
         *map(_of_others, _HOOKS_OF_ALL),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -22,7 +23,13 @@ from storm_client.step.interrupts import uninterrupted
 from storm_client.step.places import Places, held_by, put_back
 from storm_client.step.recording import is_of_a_capture
 from storm_client.step.scalars import number_of
-from storm_client.step.variables import NO_STATE, attributes, is_value, of_optimizer
+from storm_client.step.variables import (
+    NO_STATE,
+    attributes,
+    is_value,
+    of_optimizer,
+    of_parameters,
+)
 
 __all__ = ["Tables", "check_arguments", "conclude"]
 
@@ -37,12 +44,14 @@ class _SeenModule:
     """Its attributes, in the form in which they are compared."""
     tables: dict[str, dict[str, Any]]
     """Copies of its tables of parameters, buffers and submodules."""
+    parameters: list[tuple[int, dict[str, Any] | None]]
+    """The attributes of its parameters, in the form in which they are compared."""
 
     @classmethod
     def of(cls, module: nn.Module) -> _SeenModule:
         table = dict(module.__dict__)
         copies = {key: dict(table[key]) for key in ("_parameters", "_buffers", "_modules")}
-        return cls(module, table, attributes(module), copies)
+        return cls(module, table, attributes(module), copies, of_parameters(module))
 
     def put_back(self) -> None:
         put_back(self.module.__dict__, self.table)
@@ -103,7 +112,8 @@ class Tables:
         self.modules: list[_SeenModule] = []
         self.optimizers: list[_SeenOptimizer] = []
         self.places = Places()
-        """What the attributes of modules lead to."""
+        """What the attributes of modules lead to, and PyTorch's cache of parametrized tensors."""
+        self.places.note([("torch.nn.utils.parametrize.cached", parametrize._cache)], depth=0)
         self._contents: list[tuple[Any, dict[Any, Any]]] = []
         """Containers of modules and optimizers, with what they hold."""
         self._seen: set[int] = set()
@@ -130,7 +140,8 @@ class Tables:
                 self.modules.append(seen)
                 own = {key: one for key, one in seen.table.items() if key in seen.comparable}
                 self._note(own.values())
-                self.places.note((f"{type(one).__name__}.{key}", own[key]) for key in own)
+                members = own | one._parameters
+                self.places.note((f"{type(one).__name__}.{key}", members[key]) for key in members)
 
     def record_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer before it makes a step; its settings become symbolic numbers."""
@@ -186,7 +197,7 @@ class Tables:
             module.put_back()
         for tensor, gradient in self.captured.recording.leaves.values():
             tensor.grad = gradient
-        for tensor, is_trained in self.captured.recording.flags.values():
+        for tensor, is_trained in self.captured.recording.asked.values():
             if tensor.requires_grad is not is_trained:
                 tensor.requires_grad_(is_trained)
 
@@ -212,7 +223,7 @@ def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
         if tensor.grad is not before:
             captured.side_effects.append(_result(captured, tensor.grad, ("grad", tensor)))
     if any(
-        tensor.requires_grad is not before for tensor, before in captured.recording.flags.values()
+        tensor.requires_grad is not before for tensor, before in captured.recording.asked.values()
     ):
         raise UsageError(
             "the step freezes or unfreezes parameters, and would do so only while it is captured; "
@@ -279,6 +290,11 @@ def _check_members(seen: _SeenModule) -> None:
                 f"the step changes which {key[1:]} a {type(seen.module).__name__} has, which each "
                 "run would have to do again; do that outside of the step"
             )
+    if of_parameters(seen.module) != seen.parameters:
+        raise UsageError(
+            f"the step changes an attribute of a parameter of {type(seen.module).__name__}, which "
+            "each run would have to do again; leave that to what calls the step"
+        )
 
 
 def check_arguments(captured: Captured, given: object) -> None:

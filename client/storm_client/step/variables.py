@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
+from itertools import chain, islice
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -50,10 +51,13 @@ __all__ = [
     "names_in",
     "names_read",
     "of_optimizer",
+    "of_parameters",
+    "of_tensor",
     "own_attributes",
     "reference",
     "stored_attributes",
     "table_of",
+    "text_of",
     "texts_in",
     "variables",
     "variables_of_type",
@@ -75,7 +79,10 @@ _PLAIN = (
 )
 
 CONTENTS = 64
-"""The contents of lists, dicts and sets with more elements than this are not compared."""
+"""The elements of lists, dicts and sets with more than this are compared by identity."""
+
+ITEMS = 10_000
+"""No more elements of one list, dict or set are compared."""
 
 CONTENT_BYTES = 1 << 16
 """The contents of NumPy arrays with more bytes than this are not compared."""
@@ -385,6 +392,17 @@ def are_plain(module: nn.Module) -> bool:
     )
 
 
+def of_parameters(module: nn.Module) -> list[tuple[int, dict[str, Any] | None]]:
+    """Return the ids of a module's parameters, each with the attributes that a script has added."""
+    return [(id(one), of_tensor(one)) for one in module._parameters.values()]
+
+
+def of_tensor(tensor: torch.Tensor | None) -> dict[str, Any] | None:
+    """Return the attributes that a script has added to a tensor, in comparable form."""
+    table = getattr(tensor, "__dict__", None)
+    return {key: identified(one) for key, one in table.items()} if table else None
+
+
 # --- of optimizers -------------------------------------------------------------------------------
 
 NO_STATE = ("_opt_called", "_need_device_dtype_check_for_fused")
@@ -421,7 +439,8 @@ def identified(value: object) -> Any:
     if not isinstance(value, (dict, list, set, frozenset, deque)):
         return _alone(value)
     if len(value) > CONTENTS:
-        return _Same(value), len(value)
+        members = chain(value, dict.values(value)) if isinstance(value, dict) else value
+        return _Same(value), len(value), hash(tuple(map(id, islice(members, ITEMS))))
     if isinstance(value, dict):
         return type(value), [(_alone(key), _alone(one)) for key, one in dict.items(value)]
     if isinstance(value, (set, frozenset)):
@@ -432,9 +451,14 @@ def identified(value: object) -> Any:
 def contents(name: str, value: object) -> Iterator[tuple[str, Any]]:
     """Yield what a dict, list, tuple, set or deque called `name` holds, each with a name."""
     if isinstance(value, dict):
-        yield from ((f"{name}[{key!r:.40}]", one) for key, one in dict.items(value))
+        yield from ((f"{name}[{text_of(key):.40}]", one) for key, one in dict.items(value))
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+
+
+def text_of(key: object) -> str:
+    """Return a text for a key, without running its code."""
+    return repr(key) if is_plain(key) else type(key).__name__
 
 
 def is_value(value: object) -> bool:

@@ -57,6 +57,18 @@ def test_what_differs_at_each_call_is_refused_before_it_is_wrong(
     assert len(set(used)) == len(used) > 1
 
 
+def test_each_capture_is_confirmed_before_it_runs_again(wrap: Wrap) -> None:
+    """Also that of a branch which is taken only after another capture was confirmed."""
+    used: list[float] = []
+    read_next = UNSEEN["an iterator of a helper's"]
+    call = wrap(lambda x, is_late: x * read_next(Path()) if is_late else x * 2.0)
+    for _ in range(4):
+        assert float(call(torch.ones(1), False)) == 2.0
+    with pytest.raises(UsageError, match=r"not do the same in each call \(aten.mul.Tensor"):
+        used.extend(float(call(torch.ones(1), True)) for _ in range(3))
+    assert len(set(used)) == len(used) > 1
+
+
 def test_what_only_a_first_call_does_differently_is_not_refused(wrap: Wrap, tmp_path: Path) -> None:
     file = tmp_path / "begun"
 

@@ -76,6 +76,26 @@ def test_what_a_step_leaves_in_objects_is_named_and_put_back(name: str, wrap: Wr
     assert repr(one.has()) == before
 
 
+def test_objects_of_pytorch_get_nothing_of_a_capture(wrap: Wrap) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    prior = torch.distributions.Categorical(torch.ones(4), validate_args=False)
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        return loss
+
+    with pytest.raises(UsageError, match="GradScaler"):
+        wrap(step)(torch.ones(2, 4))
+    assert scaler.state_dict()["scale"] == 2.0
+    with pytest.raises(UsageError, match=r"leaves what it computes in 'prior.logits'"):
+        wrap(lambda x: x * prior.logits)(torch.ones(4))
+    assert_identical([prior.logits], [torch.full((4,), 0.25).log()])
+
+
 def test_what_a_step_that_fails_has_left_is_put_back(wrap: Wrap) -> None:
     one = Training()
     weight = one.net.weight.detach().clone()

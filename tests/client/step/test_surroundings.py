@@ -695,6 +695,111 @@ def test_an_attribute_that_a_step_only_reads_takes_effect(wrap: Wrap) -> None:
         assert_identical([call(x)], [x * factor()])
 
 
+class Tuned(Module):
+    """A layer with an optimizer, whose step looks at more of tensors than what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tuned = torch.optim.SGD(self.layers.parameters(), lr=0.1)
+        self.tuned.scales = Holder({"all": {"weight": 1.0}})  # type: ignore[attr-defined]
+        self.spare = nn.Linear(2, 2).requires_grad_(False)  # used in no forward pass
+        self.layers[0].weight.rate = 1.0  # type: ignore[union-attr]
+        self.many = [1.0] * 100
+        self.stars = [torch.ones(()) for _ in range(100)]
+        self.rates = dict.fromkeys(self.layers.parameters(), 1.0)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self(x).square().sum() * self.many[7] * self.stars[7]
+        loss = loss + sum(one.square().sum() for one in self.spare.parameters() if asks(one))
+        loss.backward()
+        for one in self.layers.parameters():
+            assert one.grad is not None
+            one.grad.mul_(getattr(one, "rate", 1.0) * self.rates[one])
+            one.grad.mul_(self.tuned.scales.held["all"]["weight"])  # type: ignore[attr-defined]
+        self.tuned.step()
+        self.tuned.zero_grad()
+        return loss
+
+
+def asks(parameter: Tensor) -> bool:
+    return parameter.requires_grad or parameter.dtype == torch.float64
+
+
+CHANGES_BESIDES: dict[str, Callable[[Tuned], object]] = {
+    "nothing": lambda net: None,
+    "an attribute of a parameter": lambda net: setattr(net.layers[0].weight, "rate", 0.5),
+    "a new attribute": lambda net: setattr(net.layers[1].weight, "rate", 0.5),
+    "an item of many": lambda net: net.many.__setitem__(7, 2.0),
+    "a tensor of many": lambda net: net.stars.__setitem__(7, torch.tensor(3.0)),
+    "what belongs to a parameter": lambda net: net.rates.update({net.layers[0].bias: 0.5}),  # type: ignore[dict-item]
+    "deep in an optimizer": lambda net: net.tuned.scales.held["all"].update(weight=0.5),  # type: ignore[attr-defined]
+    "another type": lambda net: net.spare.double(),
+    "no longer frozen": lambda net: net.spare.float().requires_grad_(True),
+}
+
+
+def test_what_tensors_have_besides_their_contents_takes_effect(wrap: Wrap) -> None:
+    plain, other = Tuned(), Tuned()
+    other.spare.load_state_dict(plain.spare.state_dict())
+    call, x = wrap(other.step), seeded("cpu", 3, 4)
+    for change in CHANGES_BESIDES.values():
+        change(plain)
+        change(other)
+        for _ in range(3):
+            found, expected = call(x), plain.step(x)
+            assert_identical([found, *other.parameters()], [expected, *plain.parameters()])
+
+
+def test_an_attribute_of_an_argument_takes_effect(wrap: Wrap) -> None:
+    call = wrap(lambda x: x * x.rate)
+    for rate in (1.0, 1.0, 1.0, 2.0):
+        x = torch.ones(2)
+        x.rate = rate  # type: ignore[attr-defined]
+        assert_identical([call(x)], [x * rate])
+
+
+def test_what_a_step_sets_in_a_parameter_is_refused(wrap: Wrap) -> None:
+    net = nn.Linear(4, 4)
+    net.weight.count = 0  # type: ignore[attr-defined]
+
+    def step(x: Tensor) -> Tensor:
+        net.weight.count += 1  # type: ignore[attr-defined]
+        return net(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(UsageError, match="changes an attribute of a parameter of Linear"):
+        wrap(step)(torch.ones(2, 4))
+
+    def put(x: Tensor) -> Tensor:
+        net.weight.average = net(x).mean()  # type: ignore[attr-defined]
+        return x * 2
+
+    with pytest.raises(UsageError, match="changes an attribute of a parameter of Linear"):
+        wrap(put)(torch.ones(2, 4))
+    assert not hasattr(net.weight, "average")
+
+
+def test_a_search_for_nan_that_begins_later_is_refused(wrap: Wrap) -> None:
+    trainer = Trainer()
+    call, x = wrap(trainer.step), seeded("cpu", 8, 8)
+    for _ in range(3):
+        call(x)
+    with pytest.raises(UsageError, match="check_nan=False"), torch.autograd.detect_anomaly():
+        call(x)
+    with torch.autograd.detect_anomaly(check_nan=False):
+        call(x)
+
+
+def test_parametrized_weights_that_are_cached_outside_are_refused(wrap: Wrap) -> None:
+    net = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    call, x = wrap(lambda x: net(net(x))), seeded("cpu", 2, 4)
+    for _ in range(3):
+        call(x)
+    with nn.utils.parametrize.cached():
+        with pytest.raises(UsageError, match=r"leaves what it computes in .*cached\["):
+            call(x)
+        net(x)  # of the capture, nothing is left in the cache
+
+
 def test_modules_that_a_step_makes_are_its_own(wrap: Wrap) -> None:
     target = torch.ones(2, 4)
     made = nn.MSELoss()
