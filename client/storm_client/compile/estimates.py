@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -158,13 +158,11 @@ class Problem:
             found |= {n for n in recipe.sources if self.values[n].is_only_a_source}
         return found
 
-    def is_saved(self, kept: frozenset[int], recomputed: frozenset[int]) -> list[bool]:
+    def is_saved(self, kept: Set[int], recomputed: Set[int]) -> list[bool]:
         used = self.sources(recomputed - kept)
         return [not v.is_only_a_source or n in used for n, v in enumerate(self.values)]
 
-    def is_offloaded(
-        self, kept: frozenset[int], recomputed: frozenset[int]
-    ) -> npt.NDArray[np.bool_]:
+    def is_offloaded(self, kept: Set[int], recomputed: Set[int]) -> npt.NDArray[np.bool_]:
         """Return for each value whether it is offloaded."""
         return np.array(
             [
@@ -208,7 +206,7 @@ class Problem:
 
     # --- memory ---------------------------------------------------------------------------------
 
-    def needed(self, kept: frozenset[int], recomputed: frozenset[int]) -> list[_Interval]:
+    def needed(self, kept: Set[int], recomputed: Set[int]) -> list[_Interval]:
         """Return when each value must be present, for its own uses and as a source of others."""
         end = len(self.seconds)
         found = [
@@ -224,7 +222,7 @@ class Problem:
                 found[source] = _Interval(min(first, use), max(last, use))
         return found
 
-    def live(self, kept: frozenset[int], recomputed: frozenset[int]) -> npt.NDArray[np.int64]:
+    def live(self, kept: Set[int], recomputed: Set[int]) -> npt.NDArray[np.int64]:
         """Return the bytes at each position if nothing is prefetched."""
         changes = np.zeros(len(self.seconds) + 2, dtype=np.int64)
         for number, (value, (first, last)) in enumerate(
@@ -236,14 +234,14 @@ class Problem:
             changes[last + 1] -= value.nbytes
         return np.cumsum(changes)[:-1]
 
-    def peak(self, kept: frozenset[int], recomputed: frozenset[int]) -> int:
+    def peak(self, kept: Set[int], recomputed: Set[int]) -> int:
         return int(self.live(kept, recomputed).max(initial=0))
 
     # --- the backward graph ---------------------------------------------------------------------
 
-    def draft(self, kept: frozenset[int], recomputed: frozenset[int], limit: int) -> Draft:
+    def draft(self, kept: Set[int], recomputed: Set[int], limit: int) -> Draft:
         """Return a choice's decisions, and fetches that raise the peak to at most `limit` bytes."""
-        recomputed -= kept
+        recomputed = recomputed - kept
         offloaded = self.is_offloaded(kept, recomputed)
         needed = self.needed(kept, recomputed)
         begins = self._begins(recomputed, needed)
@@ -270,7 +268,7 @@ class Problem:
             stall,
         )
 
-    def limit(self, recomputed: frozenset[int]) -> int:
+    def limit(self, recomputed: Set[int]) -> int:
         """Return a peak with nothing kept that leaves memory for fetches to be in time."""
         try_limit = self._fetching(recomputed)
         least, total = self.peak(frozenset(), recomputed), sum(v.nbytes for v in self.values)
@@ -282,13 +280,13 @@ class Problem:
                 return reached
         return most
 
-    def peak_in_time(self, recomputed: frozenset[int]) -> int:
+    def peak_in_time(self, recomputed: Set[int]) -> int:
         """Return the peak with nothing kept if every fetch begins early enough to be in time."""
         return self._fetching(recomputed)(sum(v.nbytes for v in self.values))[1]
 
-    def _fetching(self, recomputed: frozenset[int]) -> Callable[[int], tuple[float, int]]:
+    def _fetching(self, recomputed: Set[int]) -> Callable[[int], tuple[float, int]]:
         """Return a function from a limit to the seconds that fetches are late, and the peak."""
-        kept: frozenset[int] = frozenset()
+        kept: Set[int] = frozenset()
         offloaded, needed = self.is_offloaded(kept, recomputed), self.needed(kept, recomputed)
         begins, live = self._begins(recomputed, needed), self.live(kept, recomputed)
 
@@ -299,7 +297,7 @@ class Problem:
 
         return waits
 
-    def _begins(self, recomputed: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
+    def _begins(self, recomputed: Set[int], needed: Sequence[_Interval]) -> list[float]:
         """Return when each position begins, with the recomputation before it."""
         taken = list(self.seconds)
         for number in recomputed:

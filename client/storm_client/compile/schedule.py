@@ -165,8 +165,7 @@ class _State:
         return found + [tuple(group) for group in together.values() if len(group) > 1]
 
     def _relief(self, group: tuple[int, ...]) -> tuple[float, float, float]:
-        problem, kept = self.problem, frozenset(self.kept)
-        recomputed = frozenset(self.recomputed)
+        problem, kept, recomputed = self.problem, self.kept, self.recomputed
         more = recomputed.union(group)
         before, after = problem.is_offloaded(kept, recomputed), problem.is_offloaded(kept, more)
         late = problem.late(before)
@@ -178,7 +177,7 @@ class _State:
 
     def _is_smaller(self, group: tuple[int, ...]) -> bool:
         """Return whether recomputing adds fewer bytes to the peak than it takes from the link."""
-        problem, recomputed = self.problem, frozenset(self.recomputed)
+        problem, recomputed = self.problem, self.recomputed
         more = recomputed.union(group)
         if self._peak < 0:
             self._peak = problem.peak_in_time(recomputed)
@@ -197,7 +196,7 @@ class _State:
         Those that are most expensive to recompute for their time of the link come first.
         """
         problem, found = self.problem, list[int]()
-        offloaded = problem.is_offloaded(frozenset(self.kept), frozenset(self.recomputed))
+        offloaded = problem.is_offloaded(self.kept, self.recomputed)
         late, users = problem.late(offloaded), self._users()
         for number in sorted(self.recomputed, key=lambda n: (-self._seconds_saved(n), n)):
             freed = [n for n in problem.sources((number,)) if users[n] == 1]
@@ -226,7 +225,7 @@ class _State:
     def gains(self, numbers: Iterable[int]) -> dict[int, float]:
         """Return how many seconds keeping each of some values saves by itself."""
         problem = self.problem
-        offloaded = problem.is_offloaded(frozenset(self.kept), frozenset(self.recomputed))
+        offloaded = problem.is_offloaded(self.kept, self.recomputed)
         reliefs, price = problem.reliefs(offloaded), self._price()
         users = self._users()
 
@@ -256,7 +255,7 @@ class _State:
 def _kept_in_order(state: _State) -> Schedule:
     """Keep one value after the other, first those that save most for what they add to the peak."""
     problem = state.problem
-    least = problem.limit(frozenset(state.recomputed))
+    least = problem.limit(state.recomputed)
     until = [0] * len(problem.values)
     for number in state.recomputed:
         until[number] = len(until) + 1
@@ -276,7 +275,7 @@ def _kept_in_order(state: _State) -> Schedule:
         state.recomputed.discard(number)
         for one in (*gone, *state.offload_while_idle()):
             until[one] = len(order)
-        peak = problem.peak(frozenset(state.kept), frozenset(state.recomputed))
+        peak = problem.peak(state.kept, state.recomputed)
         peaks.append(max(peaks[-1], peak))
     return Schedule(
         tuple(order),
@@ -289,7 +288,7 @@ def _kept_in_order(state: _State) -> Schedule:
 
 def _next(state: _State, left: set[int]) -> int:
     problem = state.problem
-    kept, recomputed = frozenset(state.kept), frozenset(state.recomputed)
+    kept, recomputed = state.kept, state.recomputed
     needed = problem.needed(kept, recomputed)
     live = problem.live(kept, recomputed)
     before, after = np.maximum.accumulate(live), np.maximum.accumulate(live[::-1])[::-1]
