@@ -81,10 +81,13 @@ def _from_toml(path: Path) -> dict[str, Any]:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     for text in unknown_variables(environ).values():
         raise ConfigError(f"{text}; unset it, or set what was meant")
+    default = Config()
     return {
         option.name: read_value(option, environ[option.variable], f"variable {option.variable}")
         for option in config_options()
         if option.variable in environ
+        # Scripts and compose files write VARIABLE= for unset. For some options empty is a value.
+        and (environ[option.variable] or getattr(default, option.name) in ("", ()))
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import warnings
 from typing import Literal, NamedTuple, get_args
@@ -180,8 +181,11 @@ def _warn_of_unknown_variables() -> None:
     native = os.environ.get(SWITCH) or "on"
     if native not in ("on", "off"):
         texts.append(f"variable {SWITCH} is {native!r}: write off or on")
+    level, frame = 1, sys._getframe()
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("storm_client."):
+        level, frame = level + 1, frame.f_back  # to the script's line, whichever function it calls
     for text in texts:
-        warnings.warn(f"{text}; it has no effect", stacklevel=4)
+        warnings.warn(f"{text}; it has no effect", stacklevel=level)
 
 
 def _check(embedded: str, timeout: float) -> None:

@@ -122,7 +122,7 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
 
 
 def _check_budget(flag: str | None, environ: Mapping[str, str]) -> None:
-    text = environ.get(BUDGET_VARIABLE) if flag is None else flag
+    text = environ.get(BUDGET_VARIABLE) or None if flag is None else flag
     source = f"variable {BUDGET_VARIABLE}" if flag is None else "flag --budget"
     if text is None:
         return

@@ -7,12 +7,13 @@ status 3 as soon as the daemon does not answer.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from stormd.commands.arguments import add_daemon_arguments, positive_int, positive_seconds
-from stormd.output import EXIT_OK, plain_console, write_json
+from stormd.output import EXIT_OK, plain_console, write_line
 from stormd.query import StatusQuery, find_address
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", type=positive_int, metavar="N", help="end after N looks (default: on interrupt)"
     )
-    parser.add_argument("--json", action="store_true", help="print each look as a JSON object")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each look")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +73,7 @@ def _print_json(states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) 
 
     for before, now in states:
         rates = rates_between(before, now) if before else None
-        write_json({**now, "rates": asdict(rates) if rates else None})
+        write_line(json.dumps({**now, "rates": asdict(rates) if rates else None}))
         sys.stdout.flush()  # so that the reader of a pipe gets each look at once
 
 

@@ -97,7 +97,7 @@ def private_pool_commit(environ: Mapping[str, str]) -> str | None:
 
     The daemon runs beside its user's other programs, so it takes memory only as it is used.
     """
-    return None if f"{PREFIX}POOL_COMMIT" in environ else "use"
+    return None if environ.get(f"{PREFIX}POOL_COMMIT") else "use"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:

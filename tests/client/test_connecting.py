@@ -85,6 +85,19 @@ def test_an_unknown_variable_is_warned_of(
     assert [str(one.filename) for one in warned] == [__file__]
 
 
+def test_the_warning_names_the_line_that_offloads(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORMD_ADRESS", "ipc:///n")
+    monkeypatch.setenv("STORMD_ADDRESS", daemon.address)
+    shared = connecting._Shared()
+    monkeypatch.setattr(connecting, "_SHARED", shared)
+    with pytest.warns(UserWarning, match="no effect") as warned:
+        storm.offload()
+    shared.connected().close()
+    assert [str(one.filename) for one in warned] == [__file__]
+
+
 @pytest.mark.parametrize(
     ("value", "warned"), [("0", 1), ("OFF", 1), ("off", 0), ("on", 0), ("", 0)]
 )
@@ -123,7 +136,7 @@ CALLS = (
     "storm.connect(sys.argv[1])",
     "storm.connect(embedded='never')",
     "stormd.query.StatusQuery(sys.argv[1]).ask()",
-    "stormd.query.find_address(None, {'XDG_RUNTIME_DIR': '/nowhere'})",
+    "stormd.query.find_address(None, {'XDG_RUNTIME_DIR': '/proc/nowhere'})",
 )
 """Of a daemon by its address, and by convention as the system's."""
 

@@ -201,7 +201,7 @@ def test_a_device_is_looked_for_before_memory_is_taken(
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"spill_path": "/no/where"}, SpillUnavailable, "/no/where cannot be used"),
+        ({"spill_path": "/proc/nowhere"}, SpillUnavailable, "/proc/nowhere cannot be used"),
         ({"spill_path": "/dev/shm"}, SpillUnavailable, "on a file system in memory"),
         ({"pool_bytes": 4 * MIB}, ConfigError, "set pool_bytes to at least 4097KiB"),
         ({"spill_bytes": 1}, ConfigError, "set spill_bytes to at least"),

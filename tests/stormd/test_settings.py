@@ -8,7 +8,7 @@ import pytest
 
 from stormd.config import Config
 from stormd.errors import ConfigError
-from stormd.settings import load_config, reloaded
+from stormd.settings import OPTIONS, load_config, reloaded
 
 NO_ENVIRONMENT: dict[str, str] = {}
 
@@ -64,6 +64,16 @@ def test_an_unknown_variable_names_the_closest() -> None:
     with pytest.raises(ConfigError, match=r"STORMD_XYZZY is no .*known are STORMD_ADDRESS"):
         load_config(environ={"STORMD_XYZZY": "1"})
     assert load_config(environ={"STORMDIRECTORY": "1", "STORM_X": "1"}) == Config()
+
+
+def test_an_empty_variable_is_unset(tmp_path: Path) -> None:
+    empty = {option.variable: "" for option in OPTIONS.values()}
+    assert load_config(environ=empty) == Config()
+    path = tmp_path / "stormd.toml"
+    path.write_text('pool_bytes = "1GiB"\nresumable = true\nallowed_uids = [7]\n')
+    config = load_config(environ=empty, path=path)
+    assert (config.pool_bytes, config.resumable) == (1 << 30, True)
+    assert config.allowed_uids == (), "empty is a value of it"
 
 
 @pytest.mark.parametrize(

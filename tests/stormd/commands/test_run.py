@@ -37,6 +37,11 @@ def test_a_tier_on_disk_is_passed_on() -> None:
         _request(flags[0], "--", "sh")
 
 
+def test_empty_variables_are_unset() -> None:
+    empty = dict.fromkeys(["STORMD_POOL_BYTES", "STORMD_POOL_COMMIT", "STORMD_BUDGET"], "")
+    assert _request("--", "sh", **empty) == _request("--", "sh")
+
+
 @pytest.mark.parametrize("budget", ["least", "fit", "12GiB", "0.5"])
 def test_a_budget_is_passed_on_as_written(budget: str) -> None:
     assert _request("--budget", budget, "--", "sh").budget == budget

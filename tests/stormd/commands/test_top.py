@@ -36,8 +36,6 @@ def test_looks_as_often_as_asked_with_rates_from_the_second_on(
     assert cli.main(line) == 0
     assert capsys.readouterr().out.count("no sessions") == 2, "a pipe gets each look"
     assert cli.main([*line, "--json"]) == 0
-    decoder, text = json.JSONDecoder(), capsys.readouterr().out.lstrip()
-    first, end = decoder.raw_decode(text)
-    second, _ = decoder.raw_decode(text[end:].lstrip())
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["rates"] is None
     assert second["rates"] == {"store": 0.0, "restore": 0.0, "links": {}, "disk": {}}

@@ -10,8 +10,8 @@ from stormd.config import Config
 from stormd.doctor import examine, system
 
 
-def test_runs_every_check_once_and_gives_advice_where_all_is_not_well() -> None:
-    findings = examine(Config(address="ipc:///nowhere/stormd/stormd.sock"))
+def test_runs_every_check_once_and_gives_advice_where_all_is_not_well(tmp_path: Path) -> None:
+    findings = examine(Config(address=f"ipc://{tmp_path}/missing/stormd.sock"))
     names = [finding.check for finding in findings]
     assert len(names) == len(set(names)) == 17
     assert {"C library", "codec", "CUDA driver", "runtime directory"} <= set(names)

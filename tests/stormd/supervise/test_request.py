@@ -27,7 +27,7 @@ def test_what_lies_in_the_current_directory_is_no_command(
     (tmp_path / "train.py").touch(mode=0o755)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CommandUnusable, match=r"on PATH: write python \./train\.py") as caught:
-        find_program("train.py", {"PATH": "/nowhere"})
+        find_program("train.py", {"PATH": str(tmp_path / "missing")})
     assert caught.value.exit_status == 127
 
 
