@@ -115,7 +115,7 @@ def test_importing_the_client_loads_little() -> None:
     assert not frameworks & set(behind_integrations)
 
 
-def test_commands_load_no_programs_of_others() -> None:
+def test_commands_load_no_programs_of_others(tmp_path: Path) -> None:
     """Neither the demo and the benchmarks nor the client, nor CUDA: a daemon serves without."""
     script = """
         import sys
@@ -125,7 +125,7 @@ def test_commands_load_no_programs_of_others() -> None:
         print(*map(cli.main, calls))
         print(*{name.split(".")[0] for name in sys.modules})
     """
-    *_, status, loaded = _printed_by(script, "ipc:///nowhere/s")
+    *_, status, loaded = _printed_by(script, f"ipc://{tmp_path}/missing/s")
     assert status == ["2", "3"]
     assert "stormd" in loaded
     assert not {"storm_bench", "storm_client", "torch", "cupy", "cuda", "triton"} & set(loaded)

@@ -38,28 +38,30 @@ ROUNDS = 6
 """That the pool holds: two are kept, nearly three in flight at the most."""
 
 ANSWER_SECONDS = 120.0
+SECONDS = 1.0
+"""Of each measurement."""
 
 
 # --- the child that multiplies --------------------------------------------------------------
 
 
-def multiply(device: str, seconds: float, side: int) -> None:
-    """For each line that comes in, print the TFLOP/s of products during so many seconds."""
+def multiply(device: str, side: int) -> None:
+    """For each line that comes in, print the TFLOP/s of products during `SECONDS`."""
     one, other = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(one)
-    _products(one, other, out, seconds)
+    _products(one, other, out)
     _say("ready")
     for _ in sys.stdin:
-        _say(_products(one, other, out, seconds))
+        _say(_products(one, other, out))
 
 
-def _products(one: Tensor, other: Tensor, out: Tensor, seconds: float) -> float:
+def _products(one: Tensor, other: Tensor, out: Tensor) -> float:
     """Return the TFLOP/s of back-to-back products; the queue is never empty, nor ever long."""
     flop, batch, done = 2.0 * len(one) ** 3, 8, 0
     _synchronize(one.device)
     begin = time.perf_counter()
     marks = [_mark(one.device)]
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < SECONDS:
         for _ in range(batch):
             torch.mm(one, other, out=out)
         done += batch
@@ -192,25 +194,17 @@ class Child:
         self._process.stdout.close()
 
 
-def measure(
-    codec: str, direct: str | None, device: str, nbytes: int, how: argparse.Namespace
-) -> dict[str, Any]:
-    """Return the product's speed alone and beside the store stream, in pairs.
-
-    `direct` is the least tensor that the daemon may store as it is, None for its default.
-    """
-    part, seconds, gives_way = how.part_bytes, how.seconds, how.clients_give_way
-    side = how.side or PRODUCT[device]
+def measure(codec: str, device: str, nbytes: int, how: argparse.Namespace) -> dict[str, Any]:
+    """Return the product's speed alone and beside the store stream, in pairs."""
+    part, gives_way, side = how.part_bytes, how.clients_give_way, PRODUCT[device]
     flags = [f"--pool-bytes={ROUNDS * TENSORS * nbytes}", f"--device={device}"]
     if part:
         flags.append(f"--part-bytes-{device}={part}")
-    if direct:
-        flags.append(f"--direct-bytes-cuda={direct}")
     with ExitStack() as stack:
         daemon = stack.enter_context(ChildDaemon(flags=flags, start_seconds=120.0))
         stored = ("--store", device, daemon.address, codec, str(nbytes))
         storing = stack.enter_context(Child(*stored, gives_way=gives_way))
-        multiplied = ("--multiply", device, str(seconds), str(side))
+        multiplied = ("--multiply", device, str(side))
         product = stack.enter_context(Child(*multiplied, gives_way=gives_way))
         found = [_pair(daemon, storing, product) for _ in range(how.pairs)]
     shares = [one["beside_tflops"] / one["alone_tflops"] for one in found]
@@ -260,31 +254,24 @@ def _moved(daemon: ChildDaemon) -> tuple[int, int]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--codecs", nargs="+", default=["ancf", "raw"])
     parser.add_argument("--tensor-mib", type=int, help="default: 64 on a GPU, else 1")
-    parser.add_argument("--side", type=int, help="of the product; default: 8192 on a GPU, else 256")
-    parser.add_argument("--direct-bytes", nargs="+", metavar="SIZE", help="of the daemon, in turn")
     parser.add_argument("--part-bytes", metavar="SIZE", help="of the daemon; default: its own")
     parser.add_argument(
         "--clients-give-way", action="store_true", help="under MPS: at its lower priority"
     )
     parser.add_argument("--store", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--multiply", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--multiply", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.store:
         store(*args.store[:3], int(args.store[3]))
         return
     if args.multiply:
-        multiply(args.multiply[0], float(args.multiply[1]), int(args.multiply[2]))
+        multiply(args.multiply[0], int(args.multiply[1]))
         return
     device = device_here()
     nbytes = args.tensor_mib * MIB if args.tensor_mib else TENSOR_BYTES[device]
-    figures = [
-        measure(codec, direct, device, nbytes, args)
-        for codec in args.codecs
-        for direct in args.direct_bytes or [None]
-    ]
+    figures = [measure(codec, device, nbytes, args) for codec in args.codecs]
     record(args.json, {"mps": mps_is_on(device), "figures": figures})
     for one in figures:
         print({name: value for name, value in one.items() if name != "pairs"})

@@ -1,7 +1,7 @@
 """Speed and ratio of the CUDA codec on one GPU, its peers in the same run, as tables and as JSON.
 
-    python tests/bench/codec_gpu.py [--mib 512] [--repeat 15] [--only PART OF A ROW'S NAME]
-        [--parts table,sizes,peers,blocks] [--dietgpu LIBRARY] [--splitzip FILE] [--json FILE]
+    python tests/bench/codec_gpu.py [--mib 512] [--repeat 15] [--parts table,sizes,peers,blocks]
+        [--dietgpu LIBRARY] [--splitzip FILE] [--json FILE]
 
 Times are medians between CUDA events around one encode (all its launches) or one decode; GB/s
 count original bytes. What stays true: every timed blob was decoded to the original bits first.
@@ -60,10 +60,10 @@ def row_of(codec: CudaCodec, case: Case, nbytes: int, repeat: int) -> dict:
     return row
 
 
-def table(nbytes: int, repeat: int, only: str) -> list[dict]:
-    """Measure every case whose name contains `only`."""
+def table(nbytes: int, repeat: int) -> list[dict]:
+    """Measure every case."""
     codec = CudaCodec()
-    return [row_of(codec, case, nbytes, repeat) for case in CASES if only in case.name]
+    return [row_of(codec, case, nbytes, repeat) for case in CASES]
 
 
 def by_size(repeat: int) -> list[dict]:
@@ -95,7 +95,6 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--only", default="", help="part of a row's name")
     parser.add_argument("--parts", default=",".join(PARTS), help="which tables, by commas")
     parser.add_argument("--dietgpu", type=Path, help="DietGPU's library, see codec_gpu_peers.py")
     parser.add_argument("--splitzip", type=Path, help="the path of SplitZip's codec_gpu.py")
@@ -113,11 +112,9 @@ def main() -> None:
         sys.exit(f"the codec has no GPU to run on here: {backend.detail}")
     nbytes = options.mib * MIB
     measures = {
-        "table": lambda: table(nbytes, options.repeat, options.only),
+        "table": lambda: table(nbytes, options.repeat),
         "sizes": lambda: by_size(options.repeat),
-        "peers": lambda: peer_table(
-            nbytes, options.repeat, options.only, options.dietgpu, options.splitzip
-        ),
+        "peers": lambda: peer_table(nbytes, options.repeat, options.dietgpu, options.splitzip),
         "blocks": lambda: by_blocks(nbytes, options.repeat),
     }
     found: dict[str, object] = {"mib": options.mib}

@@ -339,12 +339,10 @@ def rows_of(peers: list[Peer], tensor: torch.Tensor, name: str, repeat: int) -> 
         yield row | figures
 
 
-def peer_table(
-    nbytes: int, repeat: int, only: str, dietgpu: Path | None, splitzip: Path | None
-) -> list[dict]:
-    """Return the rows of every peer on every tensor of the cases whose names contain `only`."""
+def peer_table(nbytes: int, repeat: int, dietgpu: Path | None, splitzip: Path | None) -> list[dict]:
+    """Return the rows of every peer on every tensor of the cases."""
     peers, rows = peers_here(dietgpu, splitzip)
-    tensors = {case.tensor: case.make for case in CASES if only in case.name}
+    tensors = {case.tensor: case.make for case in CASES}
     for name, make in tensors.items():
         rows += rows_of(peers, make(nbytes), name, repeat)
         torch.cuda.empty_cache()

@@ -43,7 +43,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 WARM_UPS = 16
 """Steps in which the plan is learned."""
 
-WIDTH = 64
+STEPS = 40
+WIDTH, LENGTH = 64, 200
+"""Of the chains whose parts are told of."""
 
 Block = Callable[[], AbstractContextManager[Any]]
 
@@ -131,12 +133,12 @@ class Way(NamedTuple):
         return Passes(1e6 * (between - began), 1e6 * (time.thread_time() - between))
 
 
-def in_turns(ways: dict[str, Way], steps: int) -> dict[str, Passes]:
+def in_turns(ways: dict[str, Way]) -> dict[str, Passes]:
     """Return the medians of each."""
     module = native.module
     passes: dict[str, list[Passes]] = {name: [] for name in ways}
     gc.collect()
-    for number in range(WARM_UPS + steps):
+    for number in range(WARM_UPS + STEPS):
         for name, way in ways.items():
             native.module = (lambda: None) if way.by_python else module
             found = way.step()
@@ -208,10 +210,10 @@ def checkpointed(name: str) -> Workload:
     return made
 
 
-def of_models(client: storm.Client, names: list[str], steps: int) -> dict[str, Any]:
+def of_models(client: storm.Client) -> dict[str, Any]:
     """Return what both passes of a step take, and what becomes of what it saves."""
     rows: dict[str, Any] = {}
-    for name in names:
+    for name in _MODELS:
         ways = {}
         for method in ("none", "nothing", "checkpoint", "storm"):
             made = checkpointed(name) if method == "checkpoint" else workload(name)
@@ -220,7 +222,7 @@ def of_models(client: storm.Client, names: list[str], steps: int) -> dict[str, A
                 offload = client.offload(made.model, min_bytes=64)
                 block = lambda offload=offload: offload  # noqa: E731
             ways[method] = Way(made.model, made.loss, block, made.autocast)
-        rows[name] = in_turns(ways, steps)
+        rows[name] = in_turns(ways)
         counted = Counted.of(ways["storm"].step)
         assert counted.is_compiled, f"{name}: {counted}"
         rows[name]["saves"] = counted.saves
@@ -231,16 +233,16 @@ def of_models(client: storm.Client, names: list[str], steps: int) -> dict[str, A
 # --- parts ------------------------------------------------------------------------------------
 
 
-def of_parts(client: storm.Client, length: int, steps: int) -> dict[str, Any]:
+def of_parts(client: storm.Client) -> dict[str, Any]:
     """Return what is done for a save, an operator and a recomputed value."""
-    chain = Chain(length)
+    chain = Chain(LENGTH)
     budgets: dict[str, Any] = {"stays": 1.0, "python": 1.0, "followed": 0.99, "recomputed": "least"}
     ways = {"none": Way(chain, run, nullcontext), "nothing": Way(chain, run, Nothing)}
     for name, budget in budgets.items():
         offload = client.offload(chain, min_bytes=64, budget=budget)
         block = lambda offload=offload: offload  # noqa: E731
         ways[name] = Way(chain, run, block, by_python=name == "python")
-    took = in_turns(ways, steps)
+    took = in_turns(ways)
     counted = {name: Counted.of(ways[name].step) for name in budgets if name != "python"}
     assert all(one.is_compiled for one in counted.values()), counted
     saves = counted["stays"].saves.total()
@@ -256,7 +258,7 @@ def of_parts(client: storm.Client, length: int, steps: int) -> dict[str, Any]:
         "a save that does nothing": more("nothing", "none", saves),
         "a save that stays": more("stays", "nothing", saves),
         "a save that Python has stay": more("python", "nothing", saves),
-        "an operator that is followed": more("followed", "stays", 2 * length),
+        "an operator that is followed": more("followed", "stays", 2 * LENGTH),
         "a value that is recomputed": more("recomputed", "nothing", made),
         "an operator called from Python": round(call_microseconds(), 2),
         "a block": round(block_microseconds(client), 1),
@@ -304,11 +306,7 @@ def nothing_leaves(*given: Any, **options: Any) -> Choice:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--length", type=int, default=200, help="0 leaves the parts out")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--models", nargs="*", choices=_MODELS, default=list(_MODELS))
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     build.build()
     gc.disable()
@@ -319,8 +317,8 @@ def main() -> None:
         storm.connect(daemon.address, embedded="never", timeout=30.0) as client,
     ):
         figures = {
-            "parts": of_parts(client, options.length, options.steps) if options.length else {},
-            "models": of_models(client, options.models, options.steps),
+            "parts": of_parts(client),
+            "models": of_models(client),
         }
     show(options.json, figures, "torch", "transformers", "pyzmq")
 

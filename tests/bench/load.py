@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.recording import parser_of, show
+from bench.recording import parser_of, show, spread
 from storm_bench.child_daemon import ChildDaemon
 from support.raw_client import RawClient
 
@@ -137,10 +137,10 @@ def crowd(count: int, seconds: float = SECONDS) -> dict[str, Any]:
     done = [len(one["stores"]) + len(one["restores"]) for one in found]
     return {
         "clients": count,
-        "connect_seconds": _spread([one["connect"] for one in found]),
-        "leave_seconds": _spread([one["leave"] for one in found]),
-        "store_seconds": _spread([value for one in found for value in one["stores"]]),
-        "restore_seconds": _spread([value for one in found for value in one["restores"]]),
+        "connect_seconds": spread([one["connect"] for one in found]),
+        "leave_seconds": spread([one["leave"] for one in found]),
+        "store_seconds": spread([value for one in found for value in one["stores"]]),
+        "restore_seconds": spread([value for one in found for value in one["restores"]]),
         "operations_per_second": sum(done) / seconds,
         "bytes_per_second": sum(done) * NBYTES / seconds,
         "least_to_most_served": min(done) / max(done),
@@ -154,8 +154,8 @@ def beside_a_greedy_one(seconds: float = SECONDS) -> dict[str, Any]:
         with _daemon() as daemon:
             modest, *others = _run(daemon.address, roles, seconds)
         figures[name] = {
-            "store_seconds": _spread(modest["stores"]),
-            "restore_seconds": _spread(modest["restores"]),
+            "store_seconds": spread(modest["stores"]),
+            "restore_seconds": spread(modest["restores"]),
             "operations_per_second": 2 * len(modest["stores"]) / seconds,
         }
         if others:
@@ -179,7 +179,7 @@ def lanes(count: int, seconds: float = SECONDS) -> dict[str, Any]:
         done = sum(len(one["stores"]) + len(one["restores"]) for one in found)
         figures[f"workers_{workers}"] = {
             "operations_per_second": done / seconds,
-            "store_seconds": _spread([value for one in found for value in one["stores"]]),
+            "store_seconds": spread([value for one in found for value in one["stores"]]),
             "workers_processor_seconds": busy,
         }
     return figures
@@ -222,15 +222,6 @@ def _process(role: str, address: str, seconds: float) -> subprocess.Popen[str]:
 
 def _daemon(*flags: str) -> ChildDaemon:
     return ChildDaemon(flags=["--pool-bytes=256MiB", "--cache-bytes=0", "--device=cpu", *flags])
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {
-        "p50": ordered[len(ordered) // 2],
-        "p99": ordered[int(0.99 * (len(ordered) - 1))],
-        "worst": ordered[-1],
-    }
 
 
 def main() -> None:

@@ -184,7 +184,7 @@ class DaemonCore:
         opening = Opening(
             dispatch,
             lanes=lanes,
-            terms=Terms(lifeline_path="/nowhere", cache_chunk_bytes=PART_BYTES, lease_seconds=5.0),
+            terms=Terms(lifeline_path="no path", cache_chunk_bytes=PART_BYTES, lease_seconds=5.0),
             provide_status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
         )
         self._gateway = Gateway(dispatch, opening)

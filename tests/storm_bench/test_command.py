@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from stormd import cli
 from stormd.commands import arguments
 
-NOWHERE = "create the folder '/nowhere' first"
+NOWHERE = "create the folder '{}' first"
 
 
 @pytest.mark.parametrize(
     ("benchmark", "argument", "text"),
     [
-        ("train", "--image=/nowhere/x.png", NOWHERE),
+        ("train", "--image={}/x.png", NOWHERE),
         ("train", "--image=train.txt", "must end in"),
-        ("zoo", "--picture=/nowhere/x.png", NOWHERE),
-        ("zoo", "--json=/nowhere/x.json", "--json"),
+        ("zoo", "--picture={}/x.png", NOWHERE),
+        ("zoo", "--json={}/x.json", "--json"),
     ],
 )
 def test_what_cannot_be_written_is_refused_at_once(
-    benchmark: str, argument: str, text: str, capsys: pytest.CaptureFixture[str]
+    benchmark: str, argument: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", benchmark, argument]) == 2
-    assert text in capsys.readouterr().err
+    missing = tmp_path / "missing"
+    assert cli.main(["bench", benchmark, argument.format(missing)]) == 2
+    assert text.format(missing) in capsys.readouterr().err
 
 
 def test_nothing_is_measured_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:

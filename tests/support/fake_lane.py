@@ -1,4 +1,8 @@
-"""A lane that does nothing until a test says so: it performs the ledger's jobs on numbers only."""
+"""A lane that does nothing until a test says so: it performs the ledger's jobs on numbers only.
+
+The pool is a map from granules to the entry whose bytes are there. So whoever reads a block that
+was given to another meanwhile is found.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,32 @@ from stormd.ledger.events import (
     Unmap,
 )
 from stormd.ledger.ledger import Ledger
+from stormd.memory.arena import GRANULE, Block
 from stormd.protocol import MapPiece, Message, ReserveRange
+
+
+class Memory:
+    """What lies where, by granule."""
+
+    def __init__(self, granule: int) -> None:
+        self._granule = granule
+        self._held: dict[int, object] = {}
+
+    def put(self, block: Block, what: object) -> None:
+        """Have all of a block hold something."""
+        self._held |= dict.fromkeys(self._granules(block), what)
+
+    def check(self, block: Block, what: object) -> None:
+        """Assert that all of a block holds it."""
+        for granule in self._granules(block):
+            assert self._held.get(granule) == what, f"granule {granule} is another's"
+
+    def _granules(self, block: Block) -> list[int]:
+        return [
+            start
+            for offset, nbytes in block.extents
+            for start in range(offset, offset + nbytes, self._granule)
+        ]
 
 
 class FakeLane:
@@ -31,12 +60,14 @@ class FakeLane:
 
     `replies` are the messages sent to clients, `ended` the sessions that are gone, `segments` the
     bytes of what is mapped, by session and number; of `ranges`, the bytes of each piece by number.
+    What is stored lies in `memory`, and what is restored must lie there.
 
     Answers come in any order, as that of what is done and undone is the instructions' own.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.memory = Memory(GRANULE)
         self.jobs: list[StoreJob | RestoreJob | Map] = []
         self.detaching: set[int] = set()
         self.replies: list[tuple[int, int, Message]] = []
@@ -75,6 +106,8 @@ class FakeLane:
     def finish(self, index: int = 0, *, share: float = 1.0, fail: bool = False) -> None:
         """Answer a job: a blob of `share` of what was promised, or a failure."""
         job = self.jobs.pop(index)
+        if isinstance(job, RestoreJob):
+            self.memory.check(job.block, (job.session, job.entry))
         result = self._failed(job) if fail else self._done(job, share)
         self.answer(result.session, [result])
 
@@ -86,6 +119,10 @@ class FakeLane:
 
     def answer(self, session: int, results: list[Result]) -> None:
         """Have the ledger take in results of one kind, all of one session."""
+        for result in results:
+            block = getattr(result, "block", None)
+            if block is not None:
+                self.memory.put(block, (session, getattr(result, "entry", 0)))
         record = self.ledger.sessions[session]
         self.take(self.ledger.on_results[type(results[0])](record, results, 0.0))
 

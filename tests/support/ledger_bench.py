@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from support.fake_tier import FakeTier, WatchedLane
+from support.fake_lane import FakeLane
+from support.fake_tier import FakeTier
 
 from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
@@ -61,7 +62,7 @@ class LedgerBench:
         self.counters = Counters()
         disk = Disk(Space(disk_bytes, granule=PAGE), reserve) if disk_bytes else None
         self.ledger = Ledger(self.space, limits, self.counters, records=records, disk=disk)
-        self.lane = WatchedLane(self.ledger)
+        self.lane = FakeLane(self.ledger)
         self.tier = FakeTier(self.ledger, self.lane)
         self.on_wait: Callable[[], None] | None = None
 

@@ -509,7 +509,7 @@ def test_the_backend_raises_for_itself(client: storm.Client) -> None:
 
 def test_something_else_than_a_client_or_a_model_is_named(client: storm.Client) -> None:
     with pytest.raises(storm.UsageError, match="client is of type str"):
-        storm.compile(perceptron("cpu"), client="ipc:///nowhere")
+        storm.compile(perceptron("cpu"), client="ipc:///stormd.sock")
     for model in (3, nn.Linear):
         with pytest.raises(storm.UsageError, match="pass a module that was made"):
             storm.compile(model, client=client)

@@ -66,9 +66,9 @@ def test_a_fork_before_the_daemon_has_answered(monkeypatch: pytest.MonkeyPatch) 
     assert codes == [0]
 
 
-def test_nobody_listens() -> None:
+def test_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(storm.DaemonUnavailable, match="stormd status"):
-        Lifeline.attach("/nonexistent/lifeline", b"t" * 16, 1.0)
+        Lifeline.attach(f"{tmp_path}/missing", b"t" * 16, 1.0)
 
 
 def test_a_wrong_token(daemon: DaemonProcess) -> None:

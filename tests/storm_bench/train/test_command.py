@@ -112,7 +112,7 @@ def test_a_run() -> None:
 class Stopped:
     """A daemon that nothing is asked of."""
 
-    address = "ipc:///nowhere"
+    address = "of no daemon"
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "W0", SMALL)
 
 
-def trial(method: str, address: str = "ipc:///nowhere") -> Trial:
+def trial(method: str, address: str = "of no daemon") -> Trial:
     return Trial("W0", method, CPU, address, warm_ups=1, steps=3)
 
 
