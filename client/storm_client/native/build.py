@@ -96,11 +96,14 @@ def build() -> Path:
     """Build the module unless it exists, and return its path; wait if another process builds it.
 
     Raises:
-        BuildError: there is no compiler, or its output cannot be loaded. The reason is recorded for
-            `build_failure`; the next call tries again.
+        BuildError: there is no compiler, its output cannot be loaded, or there is no place for it.
+            The first two reasons are recorded for `build_failure`; the next call tries again.
     """
     path = module_path()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise _no_place(str(error)) from error
     with path.with_name("lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
@@ -203,7 +206,14 @@ def check() -> str:
     reason = build_failure(path)
     if reason is not None:
         raise BuildError(reason)
+    place = next(one for one in path.parents if one.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _no_place(f"{place} cannot be written to")
     return f"{_compiler()} builds it beside the first steps"
+
+
+def _no_place(why: str) -> BuildError:
+    return BuildError(f"{why}. Set XDG_CACHE_HOME to a directory that can be written to")
 
 
 def main() -> int:

@@ -175,6 +175,9 @@ def test_where_nothing_can_be_written_that_is_the_reason(
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
     wait_until(lambda: [native.module(), native.reason()][1], 60.0)
     assert "Not a directory" in native.reason()
+    assert "Set XDG_CACHE_HOME to a directory that can be written to" in native.reason()
+    with pytest.raises(build.BuildError, match=r"/file cannot be written to\. Set XDG_CACHE_HOME"):
+        build.check()
 
 
 def of_compiler(name: str) -> str:
