@@ -58,8 +58,8 @@ Mappable: TypeAlias = MapSegment | ReserveRange | MapPiece
 class StoreJob:
     """Encode the bytes of `chunk` at `offset` of `segment`, and `place` the blob in `space`.
 
-    The lane waits until the session's `published` counter reaches `ready`. Once the source may be
-    used again, it raises the `stored` counter to `sequence` (cuda lane).
+    The lane waits until the session's `published` counter reaches `sequence`. Once the source may
+    be used again, it raises the `stored` counter to that number (cuda lane).
     """
 
     session: int
@@ -67,7 +67,6 @@ class StoreJob:
     chunk: Chunk
     segment: int
     offset: int
-    ready: int
     sequence: int
     space: Space
 

@@ -302,7 +302,6 @@ def _begun(
         chunk=chunk,
         segment=message.segment,
         offset=message.offset,
-        ready=message.ready or message.sequence,
         sequence=message.sequence,
         space=space,
     )

@@ -81,7 +81,7 @@ RESTORE_FIELDS: Final = 6
 RESTORED_FIELDS: Final = 1
 """Numbers of one chunk in RestoredParts."""
 
-STORE_FIELDS: Final = 6
+STORE_FIELDS: Final = 5
 """Numbers of one chunk in StoreParts."""
 
 STORED_FIELDS: Final = 2

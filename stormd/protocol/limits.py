@@ -24,7 +24,7 @@ __all__ = [
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 MAX_FRAME_BYTES = 1 << 20
 """Maximum bytes of one ZeroMQ frame; the daemon closes a connection that sends a larger one."""

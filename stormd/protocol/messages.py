@@ -219,10 +219,9 @@ class Store(Message):
     `published` timeline reaches `sequence`, the bytes are ready (cuda lane). On the cpu lane it is
     0: the bytes are ready when the message is sent.
 
-    `ready` is a smaller value of `published` at which the bytes are ready already; 0 if there is
-    none. The daemon still raises `stored` to `sequence`, once the stores of all smaller numbers
-    have been read. In a session that outlives the daemon it waits until their results are in the
-    pool and recorded.
+    The daemon raises `stored` to `sequence` once the stores of all smaller numbers have been read,
+    too. In a session that outlives the daemon it waits until their results are in the pool and
+    recorded.
     """
 
     entry: Id
@@ -232,7 +231,6 @@ class Store(Message):
     dtype: Text
     codec: Codec
     sequence: Id
-    ready: Id = 0
 
 
 @message(5, kw_only=True)
@@ -345,9 +343,9 @@ class RestoreParts(Message):
 class StoreParts(Message):
     """Asks to store several entries, in this order, all with the same `dtype` and `codec`.
 
-    `places` has six numbers for each: entry, segment, offset, nbytes, sequence and ready, with the
-    same meaning as in Store. Each gets its own answer as for Store, with the entry's number as
-    request number.
+    `places` has five numbers for each: entry, segment, offset, nbytes and sequence, with the same
+    meaning as in Store. Each gets its own answer as for Store, with the entry's number as request
+    number.
     """
 
     dtype: Text
@@ -356,7 +354,7 @@ class StoreParts(Message):
 
     def check_together(self) -> None:
         """Raise ProtocolError if an entry's size is not in 1 .. MAX_ENTRY_BYTES."""
-        for _, _, _, nbytes, _, _ in unpack(self.places, STORE_FIELDS):
+        for _, _, _, nbytes, _ in unpack(self.places, STORE_FIELDS):
             if not 1 <= nbytes <= MAX_ENTRY_BYTES:
                 raise ProtocolError(
                     f"StoreParts.places has an entry of {nbytes} bytes, not in 1 .. "
@@ -366,8 +364,8 @@ class StoreParts(Message):
     def stores(self) -> Iterator[Store]:
         """Return a separate Store for each entry."""
         dtype, codec = self.dtype, self.codec
-        for entry, segment, offset, nbytes, sequence, ready in unpack(self.places, STORE_FIELDS):
-            yield Store.from_wire([entry, segment, offset, nbytes, dtype, codec, sequence, ready])
+        for entry, segment, offset, nbytes, sequence in unpack(self.places, STORE_FIELDS):
+            yield Store.from_wire([entry, segment, offset, nbytes, dtype, codec, sequence])
 
 
 # --- from the daemon ------------------------------------------------------------------------

@@ -123,7 +123,6 @@ class Bench:
         codec: str = "ancf",
         *,
         segment: int = 0,
-        ready: int | None = None,
     ) -> None:
         """Hand over the range as a store whose sequence number is its entry."""
         part = Chunk.of(nbytes, "bfloat16", codec)
@@ -135,7 +134,6 @@ class Bench:
             chunk=part,
             segment=segment,
             offset=offset,
-            ready=entry if ready is None else ready,
             sequence=entry,
             space=self.space,
         )

@@ -163,8 +163,10 @@ class _Device:
     def _run(self, line: SimpleQueue[StoreJob | RestoreJob | None]) -> None:
         codec = self._lane.codec()
         while (job := line.get()) is not None:
-            due = job.ready if isinstance(job, StoreJob) else job.sequence
-            while self._lane.published(self._session) < due and not self._is_over.is_set():
+            while not self._is_due(job) and not self._is_over.is_set():
                 time.sleep(LOOK_SECONDS)
             self._lane.post(self._lane.done(codec, job))
         codec.close()
+
+    def _is_due(self, job: StoreJob | RestoreJob) -> bool:
+        return self._lane.published(self._session) >= job.sequence

@@ -235,7 +235,7 @@ class FrameFuzzer:
             self._entry += 1
             entry = self._known() if choice.random() < 0.2 else self._entry
             sequence = choice.choice((0, 0, 1, MAX_ID))
-            places += entry, choice.choice((0, 0, 0, 1)), offset, max(1, size), sequence, 0
+            places += entry, choice.choice((0, 0, 0, 1)), offset, max(1, size), sequence
         dtype = choice.choice(("uint8", "bfloat16", "no such type"))
         codec = choice.choice(("raw", "ancf"))
         return StoreParts(dtype=dtype, codec=codec, places=pack(places))

@@ -108,6 +108,6 @@ def _join(batch: Sequence[Envelope]) -> Envelope:
         return Envelope(0, RestoreParts(pack([n for _, one in batch for n in one.to_wire()])))
     places: list[int] = []
     for _, message in batch:
-        entry, segment, offset, nbytes, _, _, sequence, ready = message.to_wire()
-        places += entry, segment, offset, nbytes, sequence, ready
+        entry, segment, offset, nbytes, _, _, sequence = message.to_wire()
+        places += entry, segment, offset, nbytes, sequence
     return Envelope(0, StoreParts(dtype=first.dtype, codec=first.codec, places=pack(places)))

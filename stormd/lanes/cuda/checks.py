@@ -11,15 +11,16 @@ Only the store thread uses this module.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from typing import Final
+from typing import Final, NamedTuple
 
 from storm_kernels.ancf.checksum import from_sums
 from storm_kernels.ancf.prepared import PreparedCodec
 from storm_kernels.cuda_driver import Event, MappedHost, Stream
 from storm_kernels.errors import KernelsError
 
-__all__ = ["MAX_TOGETHER", "Check", "Checks"]
+__all__ = ["MAX_TOGETHER", "Checks"]
 
 MAX_TOGETHER: Final = 16
 """Most chunks in one launch."""
@@ -30,43 +31,20 @@ UNWRITTEN: Final = (1 << 64) - 1
 """Initial value that the device must overwrite; a sum has it by chance once in 2^64 chunks."""
 
 
-class Check:
-    """The checksum of `nbytes` bytes at a device address, available once `is_known`."""
+class _Chunk(NamedTuple):
+    """A chunk of `nbytes` bytes at a device address, and its checksum once it is known."""
 
-    __slots__ = ("_error", "_sums", "address", "nbytes")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self._sums: list[int] = []
-        self._error: KernelsError | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the bytes have been read, or never will be."""
-        return bool(self._sums) or self._error is not None
-
-    @property
-    def value(self) -> int:
-        """The checksum.
-
-        Raises:
-            KernelsError: the launch failed.
-            RuntimeError: the launch ended, but wrote no checksum.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._sums[0] == UNWRITTEN:
-            raise RuntimeError(f"the device has left no checksum of {self.nbytes} bytes")
-        return from_sums(self._sums, self.nbytes)
+    address: int
+    nbytes: int
+    checksum: Future[int]
 
     def found(self, sums: list[int]) -> None:
-        """Set the sums that the device has written."""
-        self._sums = sums
-
-    def failed(self, error: KernelsError) -> None:
-        """Set the error because of which the launch failed."""
-        self._error = error
+        """Take the sums that the device has written."""
+        if sums[0] == UNWRITTEN:
+            detail = f"the device has left no checksum of {self.nbytes} bytes"
+            self.checksum.set_exception(RuntimeError(detail))
+        else:
+            self.checksum.set_result(from_sums(sums, self.nbytes))
 
 
 class Checks:
@@ -79,8 +57,8 @@ class Checks:
     def __init__(self, codec: PreparedCodec, priority: int) -> None:
         self._codec = codec
         self._words: Final = codec.check_words
-        self._waiting: deque[Check] = deque()
-        self._under_way: list[Check] = []
+        self._waiting: deque[_Chunk] = deque()
+        self._under_way: list[_Chunk] = []
         with ExitStack() as made:
             self.stream = made.enter_context(closing(Stream(priority)))
             self._done = made.enter_context(closing(Event()))
@@ -88,15 +66,17 @@ class Checks:
             self._sums = made.enter_context(closing(MappedHost(8 * self._words * MAX_TOGETHER)))
             self._made = made.pop_all()
 
-    def add(self, address: int, nbytes: int) -> Check:
+    def add(self, address: int, nbytes: int) -> Future[int]:
         """Add bytes to the next launch, which starts now if none is in flight.
 
-        The bytes must stay mapped until the check is known or forgotten.
+        Returns their checksum. It fails with a KernelsError if the launch fails, with a
+        RuntimeError if the launch writes none. The bytes must stay mapped until then, unless it is
+        cancelled before the launch.
         """
-        check = Check(address, nbytes)
-        self._waiting.append(check)
+        chunk = _Chunk(address, nbytes, Future())
+        self._waiting.append(chunk)
         self._launch_next()
-        return check
+        return chunk.checksum
 
     def refresh(self) -> None:
         """Check whether a launch has ended, and begin the next if none is in flight.
@@ -106,42 +86,41 @@ class Checks:
         """
         if self._under_way and self._done.done():
             sums = self._sums.words()
-            for number, check in enumerate(self._under_way):
-                check.found(sums[number * self._words : (number + 1) * self._words])
+            for number, chunk in enumerate(self._under_way):
+                chunk.found(sums[number * self._words : (number + 1) * self._words])
             self._under_way = []
         self._launch_next()
-
-    def forget(self, check: Check) -> None:
-        """Drop a check that has not been launched; one that has been launched must have ended."""
-        if check in self._waiting:
-            self._waiting.remove(check)
 
     def close(self) -> None:
         """Free all of it; nothing may be in flight."""
         self._made.close()
 
     def _launch_next(self) -> None:
-        if self._under_way or not self._waiting:
+        if self._under_way:
             return
-        count = min(len(self._waiting), MAX_TOGETHER)
-        checks = [self._waiting.popleft() for _ in range(count)]
+        chunks: list[_Chunk] = []
+        while self._waiting and len(chunks) < MAX_TOGETHER:
+            chunk = self._waiting.popleft()
+            if chunk.checksum.set_running_or_notify_cancel():
+                chunks.append(chunk)
         try:
-            self._launch(checks)
+            if chunks:
+                self._launch(chunks)
         except KernelsError as error:
-            for check in checks:
-                check.failed(error)
+            for chunk in chunks:
+                chunk.checksum.set_exception(error)
         else:
-            self._under_way = checks
+            self._under_way = chunks
 
-    def _launch(self, checks: list[Check]) -> None:
+    def _launch(self, chunks: list[_Chunk]) -> None:
         spans, sums = self._spans.words(), self._sums.words()
-        for number, check in enumerate(checks):
-            spans[SPAN_WORDS * number] = check.address
-            spans[SPAN_WORDS * number + 1] = check.nbytes
+        for number, chunk in enumerate(chunks):
+            spans[SPAN_WORDS * number] = chunk.address
+            spans[SPAN_WORDS * number + 1] = chunk.nbytes
             sums[number * self._words] = UNWRITTEN
         self._codec.check(
             self._spans.device_address,
-            len(checks),
+            len(chunks),
             self._sums.device_address,
             stream=self.stream.handle,
         )

@@ -24,7 +24,7 @@ from stormd.lanes.cuda.scratch import SessionScratch, session_chunks
 from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.shared_memory import SharedMemory
 from stormd.protocol import MapPiece, MapSegment, ReserveRange
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
+from stormd.protocol.timeline import PAGE_BYTES, POISON, PUBLISHED, STORED, Timelines
 from stormd.sizes import format_size
 
 __all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
@@ -114,8 +114,11 @@ class CudaClient:
         return self.opened.page.device_address + counter
 
     def has_published(self, sequence: int) -> bool:
-        """Return whether the client's work up to that number is done, or the client is dead."""
-        return self.timelines.read(PUBLISHED) >= sequence
+        """Return whether the client's work up to that number is done, or the client is dead.
+
+        A number above POISON, which no right client sends, counts as POISON.
+        """
+        return self.timelines.read(PUBLISHED) >= min(sequence, POISON)
 
     def stored_through(self, sequence: int) -> None:
         """Raise STORED to a number, after the encoders on the store stream."""

@@ -26,11 +26,6 @@ class Inbox(Generic[Item]):
         self._nothing_new = threading.Lock()  # held until something is put
         self._nothing_new.acquire()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether all items have been taken."""
-        return not self._items
-
     def put(self, item: Item) -> None:
         """Add an item and end the wait of the taking thread."""
         self._items.append(item)
@@ -39,10 +34,10 @@ class Inbox(Generic[Item]):
 
     def take(self) -> Iterator[Item]:
         """Yield the items that are there."""
-        while not self.is_empty:
+        while self._items:
             yield self._items.popleft()
 
     def wait(self, seconds: float = -1) -> None:
         """Sleep until there is an item, or for `seconds`; a wait may end early without an item."""
-        if self.is_empty:
+        if not self._items:
             self._nothing_new.acquire(timeout=seconds)

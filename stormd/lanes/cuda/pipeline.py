@@ -1,10 +1,10 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-Every job is answered exactly once. Jobs finish in the order in which they were begun, except for a
-few beside the others that have an order of their own. Jobs begin in the order in which they were
-put, with two exceptions. A few jobs that are not due do not delay the jobs behind them. A job that
-waits for scratch does not delay jobs that need none of that kind. No more jobs are in flight than
-there is scratch for. The thread begins all jobs that are due and have scratch before it sleeps.
+Every job is answered exactly once. Jobs begin in the order in which they were put, except that a
+job which waits for scratch does not delay jobs that need none of that kind. Jobs finish in the
+order in which they were begun, except for a few beside the others that have an order of their own.
+No more jobs are in flight than there is scratch for. The thread begins all jobs that are due and
+have scratch before it sleeps.
 
 Small jobs that wait together form a batch. They share scratch and the work that the device has for
 a batch of any size. The thread does not wait inside the driver, which costs more CPU time than
@@ -44,8 +44,7 @@ evaluates, or waits in a debugger. Then polls are rarer."""
 IDLE_POLL_SECONDS: Final = 0.01
 
 MAX_OVERTAKEN: Final = 16
-"""Most jobs that are not due before the jobs behind them wait as well: each is checked at every
-poll."""
+"""Most jobs behind a waiting one that may overtake it, if due: each is checked at every poll."""
 
 Job = TypeVar("Job")
 Job_contra = TypeVar("Job_contra", contravariant=True)
@@ -60,7 +59,7 @@ class Stages(Protocol[Job, Scratch_contra]):
     """
 
     def is_due(self, job: Job) -> bool:
-        """Return whether the job may be begun; until it may, others may overtake it."""
+        """Return whether the job may be begun; until it may, no job behind it is."""
 
     def fits(self, batch: list[Job], job: Job) -> bool:
         """Return whether the job may be done together with those of `batch`, which is not empty."""
@@ -103,7 +102,8 @@ class ScratchSource(Protocol[Job_contra, Scratch]):
     def find_overtaking_job(self, waiting: Iterable[tuple[int, Job_contra]]) -> int | None:
         """Return the place of a job that does not need the scratch that an earlier job waits for.
 
-        None if none of the given jobs is like that, or if there is no scratch for it now.
+        None if none of the given jobs is like that, or if there is no scratch for it now. No other
+        job fits into such a job's batch.
         """
 
     def take(self, batch: Sequence[Job_contra]) -> Scratch:
@@ -181,7 +181,7 @@ class Pipeline(Generic[Job, Scratch]):
         """Whether the pipeline ends because of `stop`."""
         return self._stopped.is_set()
 
-    def join(self, seconds: float | None = None) -> bool:
+    def join(self, seconds: float) -> bool:
         """Wait for the thread; return False if it still runs after `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -226,7 +226,7 @@ class Pipeline(Generic[Job, Scratch]):
 
     def _work(self) -> None:
         while True:
-            place, item = self._next()
+            item = self._next()
             if item is None:
                 break
             if isinstance(item, _Call):
@@ -242,7 +242,7 @@ class Pipeline(Generic[Job, Scratch]):
             if source is None:
                 self._stages.refuse(item)
             else:
-                self._begin(self._batch(self._taken, place), source)
+                self._begin(self._batch(self._taken), source)
             self._taken = []
         if self._stopped.is_set():
             self._make_waiting_calls()
@@ -257,49 +257,41 @@ class Pipeline(Generic[Job, Scratch]):
             if isinstance(item, _Call):
                 item.action()
 
-    def _next(self) -> tuple[int, Job | _Call | None]:
-        """Take out the next item that may be handled; advance the batches in flight until then.
-
-        Returns it with its place among the waiting items.
-        """
+    def _next(self) -> Job | _Call | None:
+        """Take out the next item that may be handled; advance the batches in flight until then."""
         while True:
             if self._stopped.is_set():
-                return 0, None
+                return None
             has_moved = self._poll()
             self._take_items()
             place = self._place_of_next()
             if place is not None:
                 item = self._pending[place]
                 del self._pending[place]
-                return place, item
+                return item
             if not has_moved:
                 self._wait()
 
     def _place_of_next(self) -> int | None:
-        """Return the place of the next item that may be handled: jobs overtake those not due.
+        """Return the place of the next item that may be handled; None if none may.
 
-        Nothing overtakes a call. A job that is due and waits for scratch is overtaken only by jobs
-        that need none of that kind.
+        Only a job that waits for scratch is overtaken, by a job that needs none of that kind.
         """
-        source = self._open_source()
-        for place, item in enumerate(islice(self._pending, MAX_OVERTAKEN + 1)):
-            if item is None or isinstance(item, _Call):
-                return None if place else 0
-            if source is None:
-                return place
-            if self._stages.is_due(item):
-                if source.has_for(item):
-                    return place
-                return source.find_overtaking_job(self._due_behind(place))
-        return None
+        if not self._pending:
+            return None
+        first, source = self._pending[0], self._open_source()
+        if first is None or isinstance(first, _Call) or source is None:
+            return 0
+        if not self._stages.is_due(first):
+            return None
+        return 0 if source.has_for(first) else source.find_overtaking_job(self._due_behind_first())
 
-    def _due_behind(self, place: int) -> Iterator[tuple[int, Job]]:
-        """Yield the jobs behind a place that are due, as far as one of them may overtake it."""
-        for number, item in enumerate(islice(self._pending, MAX_OVERTAKEN + 1)):
-            if item is None or isinstance(item, _Call):
+    def _due_behind_first(self) -> Iterator[tuple[int, Job]]:
+        """Yield the jobs that may overtake the first one, with their places."""
+        for place, item in enumerate(islice(self._pending, 1, MAX_OVERTAKEN + 1), 1):
+            if item is None or isinstance(item, _Call) or not self._stages.is_due(item):
                 return
-            if number > place and self._stages.is_due(item):
-                yield number, item
+            yield place, item
 
     def _open_source(self) -> ScratchSource[Job, Scratch] | None:
         """Return the source of scratch; None if jobs are refused."""
@@ -337,19 +329,19 @@ class Pipeline(Generic[Job, Scratch]):
     def _poll_soon(self) -> None:
         self._idle_polls, self._pause = 0, MIN_POLL_SECONDS
 
-    def _batch(self, batch: list[Job], place: int) -> list[Job]:
-        """Add to the batch the jobs from `place` on that may be done with it; return the batch."""
+    def _batch(self, batch: list[Job]) -> list[Job]:
+        """Add to the batch the next jobs that may be done with it; return the batch."""
         if self._alone:
             self._alone -= 1
             return batch
-        while place < len(self._pending):
-            following = self._pending[place]
+        while self._pending:
+            following = self._pending[0]
             if following is None or isinstance(following, _Call):
                 break
             if not (self._stages.is_due(following) and self._stages.fits(batch, following)):
                 break
             batch.append(following)
-            del self._pending[place]
+            self._pending.popleft()
         return batch
 
     def _begin(self, batch: list[Job], source: ScratchSource[Job, Scratch]) -> None:

@@ -10,6 +10,7 @@ which cost the trainer the fewest interruptions per byte, and for many small one
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from time import monotonic
 from typing import Final
@@ -18,7 +19,6 @@ from storm_kernels.ancf.cuda_launches import BlobKind
 from storm_kernels.cuda_driver import DeviceBuffer, Event, MappedHost, elapsed_seconds
 from storm_kernels.errors import CudaDriverError
 
-from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.direct import StoreState, should_copy_unencoded
 from stormd.lanes.cuda.ring import RingPair, Side
@@ -124,7 +124,7 @@ class UnencodedCopy(Transit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.check: Check | None = None
+        self.checksum: Future[int] = Future()
 
     @property
     def is_on_link(self) -> bool:

@@ -1,8 +1,8 @@
 """Stores from one client's GPU memory: encode on the device, then copy down to the pool.
 
 A source is read only once the `published` counter says that it is ready. The `stored` counter says
-through which number sources may be reused. A source that is ready is read before sources that were
-put earlier and are not ready. An encoder's result is checked before it is used to place a blob.
+through which number sources may be reused. An encoder's result is checked before it is used to
+place a blob.
 
 `stored` has one writer. If a session ends with the daemon, that writer is the store stream, behind
 the encoders. If another daemon can continue the session, no source may be reused while its blob is
@@ -25,7 +25,6 @@ from storm_kernels.ancf.layout import HEADER_BYTES, Mode
 from storm_kernels.ancf.plan import Plan
 from storm_kernels.cuda_driver import write_value
 
-from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.guesses import Guesses
 from stormd.lanes.cuda.reusable_through import ReusableThrough
@@ -75,7 +74,7 @@ class Stores:
             self._client.stored_through(self._reusable.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
-        return self._client.has_published(job.ready)
+        return self._client.has_published(job.sequence)
 
     def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
         return self._client.opened.scratch.out.fits(batch, job)
@@ -97,7 +96,7 @@ class Stores:
         limit = self._client.device.limit
         if isinstance(scratch, UnencodedCopy):
             self._client.opened.checks.refresh()
-            is_copied = _check(scratch).is_known and scratch.copied.done()
+            is_copied = scratch.checksum.done() and scratch.copied.done()
             return is_copied and limit.has_ended(scratch.copy_end_time)
         if scratch.placed:
             return scratch.copied.done() and limit.has_ended(scratch.copy_end_time)
@@ -126,8 +125,8 @@ class Stores:
         self, batch: list[StoreJob], scratch: Scratch | UnencodedCopy, error: Exception
     ) -> None:
         """Answer stores that failed; their sources are reusable, and later stores may succeed."""
-        if isinstance(scratch, UnencodedCopy) and scratch.check is not None:
-            self._client.opened.checks.forget(scratch.check)
+        if isinstance(scratch, UnencodedCopy):
+            scratch.checksum.cancel()
         for job, block in zip(batch, scratch.placed, strict=False):  # only some, if one failed
             job.unplace(block)
         for job in batch:
@@ -149,7 +148,6 @@ class Stores:
 
     def _copy_unencoded(self, job: StoreJob, scratch: UnencodedCopy) -> None:
         """Put the source's copy on the link, and have the device read it for its checksum."""
-        scratch.check = None
         device, source = self._client.device, self._client.address(job)
         block = job.place(HEADER_BYTES + job.nbytes)
         scratch.placed.append(block)
@@ -157,12 +155,12 @@ class Stores:
         scratch.copy_end_time = device.limit.end_time("store", block.nbytes)
         device.copy_down(source, block, HEADER_BYTES)
         scratch.copied.record(device.down.handle)
-        scratch.check = self._client.opened.checks.add(source, job.nbytes)
+        scratch.checksum = self._client.opened.checks.add(source, job.nbytes)
 
     def _complete(self, job: StoreJob, scratch: UnencodedCopy) -> None:
         """Write the header in front of the bytes, which are in the pool, and answer."""
         client, (block,) = self._client, scratch.placed
-        checksum, seconds = _check(scratch).value, scratch.copying_seconds()
+        checksum, seconds = scratch.checksum.result(), scratch.copying_seconds()
         header = Header(Plan(Mode.RAW), DType.BYTES, job.nbytes, 0, checksum)
         client.device.put_header(block, header.pack())
         self.release_source(job.sequence)
@@ -250,11 +248,6 @@ class Stores:
     def _awaited(self, job: StoreJob) -> int:
         """Return the number that `recorded` is to name; 0 if nothing waits for it."""
         return job.sequence if self._client.is_resumable else 0
-
-
-def _check(scratch: UnencodedCopy) -> Check:
-    assert scratch.check is not None, "begun without a checksum"
-    return scratch.check
 
 
 def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:

@@ -171,21 +171,14 @@ def restore(number: int) -> Envelope:
 
 def store(number: int, dtype: str = "uint8") -> Envelope:
     message = Store(
-        entry=number,
-        segment=2,
-        offset=3,
-        nbytes=4,
-        dtype=dtype,
-        codec="raw",
-        sequence=5,
-        ready=6,
+        entry=number, segment=2, offset=3, nbytes=4, dtype=dtype, codec="raw", sequence=5
     )
     return Envelope(number, message)
 
 
 def test_what_is_of_one_kind_and_beside_each_other_is_joined() -> None:
     batch = [store(1), store(2), store(3, "float16"), restore(1), restore(2), store(4)]
-    stores = pack([1, 2, 3, 4, 5, 6, 2, 2, 3, 4, 5, 6])
+    stores = pack([1, 2, 3, 4, 5, 2, 2, 3, 4, 5])
     assert list(joined(batch)) == [
         Envelope(0, StoreParts(dtype="uint8", codec="raw", places=stores)),
         store(3, "float16"),

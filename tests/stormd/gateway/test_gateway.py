@@ -233,8 +233,8 @@ def test_chunks_of_a_hostile_client_name_nothing_but_its_own(
             known = chance.choice((entry, 0, 1 << 62, MAX_ID))
             named = entry + 1 if chance.random() < 0.5 else known
             nbytes = chance.choice((1, MIB, MIB + 1, MAX_ENTRY_BYTES, *[4096] * 16))
-            segment, ready, sequence = chance.choice((0, 0, 0, 1)), *chance.sample(numbers, 2)
-            places += named, segment, chance.choice(numbers), nbytes, ready, sequence
+            segment, offset = chance.choice((0, 0, 0, 1)), chance.choice(numbers)
+            places += named, segment, offset, nbytes, chance.choice(numbers)
         dtype = chance.choice(("uint8", "uint8", "float64", "none such"))
         client.send(StoreParts(dtype=dtype, codec="raw", places=pack(places)))
         client.send(Release(list(range(100 * count, 100 * count + 101))), Ping())

@@ -88,8 +88,8 @@ class Bench:
 
     def a_store(self, session: int, entry: int, part: Chunk, offset: int = 0) -> StoreJob:
         return StoreJob(
-            session=session, entry=entry, chunk=part, segment=0, offset=offset, ready=0,
-            sequence=0, space=self.space,
+            session=session, entry=entry, chunk=part, segment=0, offset=offset, sequence=0,
+            space=self.space,
         )  # fmt: skip
 
     def begin(self, session: int, *jobs: StoreJob | RestoreJob) -> None:

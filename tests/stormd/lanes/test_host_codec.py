@@ -38,7 +38,6 @@ class Made:
             chunk=part,
             segment=0,
             offset=0,
-            ready=0,
             sequence=0,
             space=self.space,
         )

@@ -86,7 +86,7 @@ ABOUT_PARTS: dict[type[Message], st.SearchStrategy[Message]] = {
     RestoreParts: st.builds(RestoreParts, numbers(RESTORE_FIELDS)),
     RestoredParts: st.builds(RestoredParts, numbers(RESTORED_FIELDS)),
     StoreParts: st.lists(
-        st.tuples(*[IDS] * 3, st.integers(1, MAX_ENTRY_BYTES), IDS, IDS), min_size=1, max_size=3
+        st.tuples(*[IDS] * 3, st.integers(1, MAX_ENTRY_BYTES), IDS), min_size=1, max_size=3
     )
     .map(lambda parts: pack([n for part in parts for n in part]))
     .map(lambda places: StoreParts(dtype="uint8", codec="ancf", places=places)),

@@ -154,10 +154,10 @@ def test_numbers_are_within_bounds() -> None:
         (Status, {"state": []}),
         (RestoreParts, {"places": pack([1] * 5)}),
         (RestoredParts, {"places": pack([-MAX_ID])}),
-        (StoreParts, {"dtype": "uint8", "codec": "raw", "places": pack([1] * 5)}),
-        (StoreParts, {"dtype": "uint8", "codec": "raw", "places": pack([1, 0, 0, 0, 0, 0])}),
-        (StoreParts, {"dtype": "uint8", "codec": "raw", "places": pack([1, 0, 0, MAX_ID, 0, 0])}),
-        (StoreParts, {"dtype": "uint8", "codec": "zip", "places": pack([1, 0, 0, 1, 0, 0])}),
+        (StoreParts, {"dtype": "uint8", "codec": "raw", "places": pack([1] * 6)}),
+        (StoreParts, {"dtype": "uint8", "codec": "raw", "places": pack([1, 0, 0, 0, 0])}),
+        (StoreParts, {"dtype": "uint8", "codec": "raw", "places": pack([1, 0, 0, MAX_ID, 0])}),
+        (StoreParts, {"dtype": "uint8", "codec": "zip", "places": pack([1, 0, 0, 1, 0])}),
         (StoredParts, {"places": pack([1]), "mode": "raw"}),
     ],
 )
@@ -175,6 +175,5 @@ def test_a_message_stays_as_it_was_checked() -> None:
     assert made == Store(**STORE) != Store(**{**STORE, "entry": 2})
     assert hash(made) == hash(Store(**STORE))
     assert repr(made) == (
-        "Store(entry=1, segment=0, offset=0, nbytes=1, dtype='uint8', codec='raw', sequence=0, "
-        "ready=0)"
+        "Store(entry=1, segment=0, offset=0, nbytes=1, dtype='uint8', codec='raw', sequence=0)"
     )

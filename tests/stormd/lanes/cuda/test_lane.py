@@ -40,6 +40,7 @@ from stormd.ledger.events import (
 )
 from stormd.monitoring.link_meter import LinkLimit
 from stormd.protocol import MapSegment
+from stormd.protocol.limits import MAX_ID
 from stormd.protocol.timeline import STORED
 
 SESSION_PARTS = {False: 6, True: 4}
@@ -85,24 +86,33 @@ def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
     assert np.array_equal(bench.memory[:PART], before[PART : 2 * PART])
 
 
-def test_a_store_that_is_not_ready_is_overtaken_and_keeps_the_counter(bench: Bench) -> None:
+@pytest.mark.parametrize(("published", "stored"), [(1, 1), (MAX_ID, 12)])
+def test_numbers_of_any_kind_delay_only_their_own_client(
+    bench: Bench, published: int, stored: int
+) -> None:
+    """A right client's numbers only grow, and stay below POISON."""
     bench.map()
-    before = fill(bench)
+    bench.store(1, 0, PART)
     bench.publish(1)
-    bench.store(7, 0, PART)
-    bench.store(8, PART, PART, ready=1)
-    first = bench.expect(StoreDone)
-    assert first.entry == 8
-    assert bench.counters.read(STORED) == 0  # 7 is yet to be read
-    bench.publish(7)
-    bench.expect(StoreDone, 2)
-    assert bench.counters.read(STORED) == 8
-    bench.lane.skip_sequence(bench.session, 9)
-    wait_until(lambda: bench.counters.read(STORED) == 9)
-    bench.restore(20, first.block, 0, PART)
-    bench.publish(20)
+    block = bench.expect(StoreDone).block
+    bench.restore(1, block, PART, PART, sequence=MAX_ID)
+    wait_until(lambda: bench.lane._sessions[SESSION].restores._begun)
+    numbers = (7, 2, 2, 0, MAX_ID, 1, 1, 0, 5, MAX_ID, 6)
+    for number in numbers:
+        bench.store(number, 0, PART)
+        bench.lane.skip_sequence(SESSION, number // 2)
+    bench.publish(published)
+    bench.expect(StoreDone, stored)
+    other = Bench(bench.lane, bench.pool, bench.space, bench.results, session=SESSION + 1)
+    other.map()
+    other.store(1, 0, PART)
+    other.publish(1)
+    wait_until(lambda: other.counters.read(STORED) == 1)
+    other.end()
+    bench.end()
     bench.expect(RestoreDone)
-    assert np.array_equal(bench.memory[:PART], before[PART : 2 * PART])
+    answered = [one.entry for one in bench.results if isinstance(one, StoreDone | StoreFailed)]
+    assert sorted(answered) == sorted((*numbers, 1, 1))
 
 
 def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> None:
@@ -178,7 +188,7 @@ def test_whatever_comes_all_sources_may_be_used_again(
         if kind == "broken":
             broken.add(entry)
         codec = "raw" if kind == "raw" else "ancf"
-        bench.store(entry, 0, PART, codec, ready=chance.randint(1, entry))
+        bench.store(entry, 0, PART, codec)
         stored, failed = stored + (kind != "broken"), failed + (kind == "broken")
         if chance.random() < 0.3:
             published = chance.randint(published, entry)
