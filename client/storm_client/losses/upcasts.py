@@ -121,9 +121,23 @@ def _replacement(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return self.to(torch.float32, *arguments, **options)
     if arguments or options or not _may_defer(self):
-        return _float(self, *arguments, **options)
+        return _made(self, *arguments, **options)
     frame = sys._getframe(1)
     return _cast(self, _Site(frame.f_code, frame.f_lasti))
+
+
+def _made(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Call PyTorch's own `float`.
+
+    If a mode or a subclass is to get the call, PyTorch's C++ code looks `float` up in the class. It
+    drops what a signal handler raises in `__get__` then, and fails for another reason.
+    """
+    try:
+        return _float(tensor, *arguments, **options)
+    except RuntimeError as error:
+        if "torch API function must exist" in str(error):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _may_defer(source: Tensor) -> bool:
@@ -140,7 +154,7 @@ def _cast(self: Tensor, site: _Site) -> Tensor:
         apply: Any = _Deferral.apply
         deferred: Tensor = apply(self, _Upcast(self, site))
         return deferred
-    made = _float(self)
+    made = _made(self)
     node = made.grad_fn
     if node is not None:  # a mode of the script may return a tensor without one
         _latest.node, _latest.site = node._sequence_nr(), site
@@ -176,7 +190,7 @@ class _Upcast(Root):
         if self._full_precision is None:
             _deferring.discard(self._site)
             _refused.add(self._site)
-            self._full_precision = _float(self.half_precision())
+            self._full_precision = _made(self.half_precision())
         return self._full_precision
 
 

@@ -604,6 +604,26 @@ def test_subclasses_and_modes_are_passed_pytorchs_own_functions(offload: storm.O
     assert noted == [Tensor.float, F.cross_entropy]
 
 
+def test_an_interrupt_while_the_class_is_asked_is_not_lost(
+    offload: storm.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's C++ code asks it if a mode is on, and drops what is raised there."""
+    x, target = make()
+    for _ in range(3):
+        run(plain, offload, x, target)
+
+    def interrupted(_: object, tensor: Tensor | None, owner: type | None = None) -> Any:
+        if tensor is None:
+            raise KeyboardInterrupt
+        return found(Tensor.__dict__["float"], tensor, owner)
+
+    found = upcasts._Float.__get__
+    monkeypatch.setattr(upcasts._Float, "__get__", interrupted)
+    for copied in (x, x.half(), x.detach()):
+        with offload, Noting([]), pytest.raises(KeyboardInterrupt):
+            copied.float()
+
+
 @pytest.mark.parametrize("hook", [False, True])
 def test_batched_gradients_are_pytorchs(hook: bool, offload: storm.Offload) -> None:
     x, target = make()

@@ -23,9 +23,6 @@ from stormd.protocol import Failed, Message, Restored, RestoredParts
 
 MIB = 1 << 20
 
-PASSES = 20
-
-
 @pytest.fixture
 def daemon(make_late_daemon: Callable[..., DaemonThread]) -> DaemonThread:
     return make_late_daemon(pool_bytes=64 * MIB, staging_bytes_cpu=64 * MIB)
@@ -165,6 +162,31 @@ def restores_unheard(session: Session, monkeypatch: pytest.MonkeyPatch) -> Itera
         transfers.assert_invariants()
 
 
+@contextmanager
+def restores_heard_late(
+    session: Session, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Have answers about restores come only once memory was handed out."""
+    unheard: list[tuple[int, Message]] = []
+    reply, await_restored = session.transfers.on_reply, way.await_restored
+
+    def on_reply(request: int, message: Message) -> None:
+        if isinstance(message, Restored | RestoredParts) and not way.handed_out:
+            unheard.append((request, message))
+        else:
+            reply(request, message)
+
+    def hand_out(tickets: Sequence[int]) -> None:
+        await_restored(tickets)
+        while unheard:
+            reply(*unheard.pop(0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.transfers, "on_reply", on_reply)
+        patch.setattr(way, "await_restored", hand_out)
+        yield
+
+
 def test_a_daemon_that_does_not_deliver_is_an_error(
     client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,17 +243,15 @@ def handed_out(client: storm.Client) -> tuple[Tensor, Tensor]:
 
 
 def test_memory_is_used_before_the_daemon_has_answered(
-    client: storm.Client, way: FakeInPlace
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(PASSES):  # the daemon may have answered for all of one before it is asked for
-        x, loss = handed_out(client)
-        loss.backward()
-        expected = x.detach().clone().requires_grad_()
-        assert torch.equal(x.grad, gradient(chain(expected, 8), expected))
-        if way.handed_out:
-            break
-    assert way.handed_out
     session = client._supply.sessions.of(torch.device("cpu"))
+    x, loss = handed_out(client)
+    with restores_heard_late(session, way, monkeypatch):
+        loss.backward()
+    expected = x.detach().clone().requires_grad_()
+    assert torch.equal(x.grad, gradient(chain(expected, 8), expected))
+    assert way.handed_out
     assert not session.transfers.handed_out  # the pass has ended with all answers
     del loss
 
