@@ -23,6 +23,7 @@ from stormd.protocol import Failed, Message, Restored, RestoredParts
 
 MIB = 1 << 20
 
+
 @pytest.fixture
 def daemon(make_late_daemon: Callable[..., DaemonThread]) -> DaemonThread:
     return make_late_daemon(pool_bytes=64 * MIB, staging_bytes_cpu=64 * MIB)
