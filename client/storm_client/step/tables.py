@@ -146,7 +146,9 @@ class Tables:
     def record_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer before it makes a step; its settings become symbolic numbers."""
         captured = self.captured
-        if any(known.param_groups is optimizer.param_groups for known in captured.optimizers):
+        if any(
+            known.state is getattr(optimizer, "state", known.state) for known in captured.optimizers
+        ):
             return  # the same, or one that wraps it
         captured.optimizers.append(optimizer)
         seen = _SeenOptimizer.of(optimizer)
@@ -188,7 +190,7 @@ class Tables:
             self._put_back()
 
     def _put_back(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in reversed(self.optimizers):  # the first may share its groups with others
             optimizer.put_back()
         self.places.put_back()
         for held, before in self._contents:

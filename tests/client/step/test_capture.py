@@ -324,6 +324,54 @@ def test_an_optimizer_may_be_wrapped() -> None:
     assert_identical(run(partial(storm.compile_step, codegen="eager")), run(lambda step: step))
 
 
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: it shares its groups with the optimizer that updates, and has a state of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, "lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9)
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["before"] = one.clone()
+                one.add_(one.grad, alpha=group["rho"])
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:
+        for one, state in self.state.items():
+            one.copy_(state["before"])
+        self.base.step()
+
+
+def test_optimizers_may_share_groups_and_have_states_of_their_own() -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        optimizer, found = Sharpness(net.parameters()), []
+
+        def step(x: Tensor) -> Tensor:
+            net(x).square().mean().backward()
+            optimizer.ascend()
+            net.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            net.zero_grad()
+            return loss
+
+        call = wrap(step)
+        for number in range(6):
+            found.append(call(seeded("cpu", 2, 4, seed=number)))
+            optimizer.param_groups[0]["rho" if number == 2 else "lr"] *= 0.5
+        states = (*optimizer.state.values(), *optimizer.base.state.values())
+        assert all(type(optimizer.param_groups[0][key]) is float for key in ("rho", "lr"))
+        return [*found, *net.parameters(), *(one for state in states for one in state.values())]
+
+    assert_identical(run(partial(storm.compile_step, codegen="eager")), run(lambda step: step))
+
+
 def test_a_module_of_torchscript_that_is_only_held_is_no_concern() -> None:
     net = nn.Linear(4, 4)
     net.held = [torch.jit.script(nn.Linear(2, 2))]
