@@ -13,7 +13,7 @@ import torch
 
 from storm_client.eager.events import SAVED, Event, RecordedValue
 from storm_client.eager.ways import first_readers, ways_of
-from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
+from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Replay
 
 if TYPE_CHECKING:
     from storm_client.eager.following import LoggedEvent
@@ -36,8 +36,6 @@ class Expected(NamedTuple):
     """Whether no earlier event is of this value."""
     inputs: tuple[int, ...]
     """The numbers of the values that it is made from; empty for a save."""
-    is_offloaded: bool
-    """Whether the value is offloaded, as a saved value or as an input of recomputed ones."""
     keep_reason: str
     """Why a saved result is kept, if nothing else is recomputed from it; otherwise empty."""
     max_bytes: int
@@ -49,7 +47,7 @@ class Expected(NamedTuple):
 
 
 NOTHING = Expected(
-    None, RecordedValue(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, "", -1
+    None, RecordedValue(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), "", -1
 )
 """Matches no event: stands after a script's last event, and where there is no script."""
 
@@ -124,8 +122,7 @@ def _script(
 ) -> list[Expected]:
     """Return the events as a step that follows the decisions expects them, then `NOTHING`."""
     made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
-    inputs_of_made = set().union(*(values[number].inputs for number in made))
-    matter = made | inputs_of_made
+    matter = made.union(*(values[number].inputs for number in made))
     seen: set[int] = set()
     found = []
     for what, number, _, inputs in events:
@@ -133,17 +130,12 @@ def _script(
         value, decision, matters = values[number], decisions[number], number in matter
         if what is SAVED and not (value.is_result or isinstance(decision, Replay)):
             matters = False  # recipes copy what no operation made, so its identity is not needed
-        is_offloaded = isinstance(decision, Offload) and (
-            value.is_saved or number in inputs_of_made
-        )
         keep_reason = ""
         if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:
             keep_reason = decision.reason
         max_bytes = value.nbytes
         found.append(
-            Expected(
-                what, value, decision, matters, is_new, inputs, is_offloaded, keep_reason, max_bytes
-            )
+            Expected(what, value, decision, matters, is_new, inputs, keep_reason, max_bytes)
         )
         seen.add(number)
         if isinstance(decision, Replay):

@@ -24,6 +24,18 @@ __all__ = ["KeptTensor", "SavedVersion", "View", "changed_in_place", "nothing"]
 _SUFFIX = r"Backward\d*$" if torch.__version__ >= "2.12" else r"$^"
 """The part of an operation's name that PyTorch's message omits: nothing in 2.11, this in 2.13."""
 
+_UNTRACED = (
+    "enable anomaly detection to find the operation that failed to compute its gradient, with "
+    "torch.autograd.set_detect_anomaly(True, check_nan=False)."
+)
+"""The error's hint, as in PyTorch 2.13."""
+
+_TRACED = (
+    "the backtrace further above shows the operation that failed to compute its gradient. The "
+    "variable in question was changed in there or anywhere later. Good luck!"
+)
+"""The error's hint while anomaly detection is enabled."""
+
 _NOTHING: dict[torch.device, torch.Tensor] = {}
 """An empty tensor per device: it becomes the data of every token there."""
 
@@ -211,9 +223,7 @@ def changed_in_place(  # noqa: PLR0917 - called by compiled code, by place
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{like.type()}{told}]{made} is at version {found}; expected "
-        f"version {expected} instead. Hint: enable anomaly detection to find the "
-        "operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
+        f"version {expected} instead. Hint: {_TRACED if torch.is_anomaly_enabled() else _UNTRACED}"
     )
 
 

@@ -65,6 +65,20 @@ def test_a_change_raises_as_in_pytorch(
     assert "FloatTensor [64, 64]], which is output 0 of Mul" in found
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_hint_is_that_of_pytorch(is_traced: bool, device: str, client: storm.Client) -> None:
+    """With anomaly detection it names the backtrace, instead of the setting that is on already."""
+
+    def hint(context: AbstractContextManager[object]) -> str:
+        with torch.autograd.set_detect_anomaly(is_traced, check_nan=False):
+            return message_of(change_itself, context, device).partition("Hint: ")[2]
+
+    expected = hint(nullcontext()).replace("(True)", "(True, check_nan=False)")  # older PyTorch's
+    assert hint(client.offload(min_bytes=1)) == expected
+
+
 def test_an_output_that_was_saved_and_changed(device: str, client: storm.Client) -> None:
     x = torch.ones(64, 64, device=device, requires_grad=True)
     with client.offload(min_bytes=1):
