@@ -17,7 +17,7 @@ from storm_client.arguments import size_of
 from storm_client.embedded import EmbeddedDaemon, shared_daemon
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.monitoring.summary import log_line
-from storm_client.native import SWITCH
+from storm_client.native.loader import SWITCH
 from storm_client.transport.daemon_loss import Supply
 from storm_client.transport.handshake import is_listening, socket_path
 from storm_client.transport.sessions import Sessions

@@ -13,20 +13,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call, is_, methodcaller
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from storm_client.errors import UsageError
-
-if TYPE_CHECKING:
-    from storm_client.hooks import StepHooks
-    from storm_client.native import _follow
-    from storm_client.offloading import Offload
 
 __all__ = [
     "BlockExit",
@@ -108,9 +103,48 @@ def innermost() -> Any:
     return getattr(owner, "owner", owner)  # compiled hooks have an owner written in Python
 
 
-Watcher: TypeAlias = "_follow.CallLog | _follow.Follower | _follow.Launches"
-"""Compiled code that watches a thread's calls. Its methods are written in C, and `unwatch` does
-nothing if it is not watching."""
+Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""The pack hook (tensor to autograd's object) and the unpack hook (object to tensor)."""
+
+
+class Watcher(Protocol):
+    """Compiled code that watches a thread's calls. Its methods are written in C."""
+
+    def watch(self) -> None:
+        """Start watching."""
+
+    def unwatch(self) -> None:
+        """Stop watching; do nothing if it is not watching."""
+
+
+class Entered(Protocol):
+    """What a block pushes, and is told at its end."""
+
+    @property
+    def hooks(self) -> Hooks:
+        """Its hooks."""
+
+    @property
+    def mode(self) -> TorchFunctionMode | None:
+        """Its function mode, if it has one."""
+
+    @property
+    def watchers(self) -> Sequence[Watcher]:
+        """What watches the block's calls."""
+
+    def end(self) -> object:
+        """The block has ended."""
+
+    def abandon(self) -> None:
+        """An exception has ended the block."""
+
+
+class Manager(Protocol):
+    """A context manager with such blocks."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """Its blocks in each thread."""
 
 
 class _Guard(weakref.ref["partial[None]"]):
@@ -139,7 +173,7 @@ class _Block:
 
     __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guards")
 
-    def __init__(self, entered: StepHooks, *pops: Callable[[], object]) -> None:
+    def __init__(self, entered: Entered, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode: TorchFunctionMode | None = None
@@ -162,7 +196,7 @@ class Blocks(threading.local):
         """Note `exit_call`, the object that will end the next block."""
         self._next_exit = weakref.ref(exit_call)
 
-    def enter(self, entered: StepHooks) -> None:
+    def enter(self, entered: Entered) -> None:
         """Push the hooks and the mode of `entered`, and start its watchers."""
         hooks, mode = entered.hooks, entered.mode
         watchers = entered.watchers
@@ -251,7 +285,7 @@ _TAKE_OFF = methodcaller("pop")
 class BlockExit:
     """The `__exit__` of an Offload: each look-up returns a new object."""
 
-    def __get__(self, manager: Offload | None, owner: type[Offload]) -> Callable[..., None]:
+    def __get__(self, manager: Manager | None, owner: type[Manager]) -> Callable[..., None]:
         """Return the function that ends the next block."""
         if manager is None:
             return _exit_unguarded
@@ -262,11 +296,11 @@ class BlockExit:
 
 @untraced
 def _exit(
-    manager: Offload, blocks: list[_Block], kind: type[BaseException] | None, *_: object
+    manager: Manager, blocks: list[_Block], kind: type[BaseException] | None, *_: object
 ) -> None:
     manager.blocks.exit(blocks, kind)
 
 
 @untraced
-def _exit_unguarded(manager: Offload, kind: type[BaseException] | None = None, *_: object) -> None:
+def _exit_unguarded(manager: Manager, kind: type[BaseException] | None = None, *_: object) -> None:
     manager.blocks.exit([], kind)

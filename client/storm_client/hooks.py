@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from storm_client import native
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.devices import is_capturing
 from storm_client.eager.bits import checksum
 from storm_client.eager.controller import Planning
 from storm_client.eager.launches import watch_launches
+from storm_client.eager.marks import Mark
 from storm_client.eager.recompute import Replayed, Result
-from storm_client.eager.recorder import Mark
 from storm_client.eager.values import SaveHooks
 from storm_client.errors import DaemonLost, lost_in_forward
-from storm_client.hook_stack import Watcher, untraced
+from storm_client.hook_stack import Hooks, Watcher, untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
 from storm_client.monitoring.native_counts import NativeCounts
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.monitoring.trace import Traces
+from storm_client.native import loader
 from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from storm_client.policy import Policy
@@ -40,13 +40,13 @@ from storm_client.transport.kept_memory import note
 from storm_client.unpacking import Packed, Tried, Unpacking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch.overrides import TorchFunctionMode
 
     from storm_client.eager.events import RecordedValue
     from storm_client.eager.signature import StepSignature
-    from storm_client.native import _follow
+    from storm_client.native import Native, _follow
     from storm_client.planner.problem import PlainLoss
     from storm_client.transport.session import Session
     from storm_client.transport.sessions import Sessions
@@ -84,7 +84,7 @@ class StepHooks:
         self._codec = codec
         self._recorder = recorder
         self._step = Step(history)
-        follow = native.module()
+        follow = loader.module()
         counts = self._native_counts(follow)
         self._min_bytes = planning.min_bytes(policy.min_bytes)
         """Smallest tensor, in bytes, that is not kept as small."""
@@ -134,7 +134,7 @@ class StepHooks:
         launches = None if self._launches is None else self._launches.watcher
         return [one for one in (calls, launches) if one is not None]
 
-    def _native_counts(self, follow: native.Native | None) -> NativeCounts | None:
+    def _native_counts(self, follow: Native | None) -> NativeCounts | None:
         """Return the counts of compiled code if it may follow the step, else None."""
         if follow is None or self._compiled is not None:
             return None
@@ -145,7 +145,7 @@ class StepHooks:
         return self._recorder.native
 
     def _find_follower(
-        self, follow: native.Native, counts: NativeCounts | None
+        self, follow: Native, counts: NativeCounts | None
     ) -> _follow.Follower | None:
         """Return compiled hooks if they can follow all that the step is expected to do."""
         script = self._planned.script
@@ -241,7 +241,7 @@ class StepHooks:
         self._planned.abandon()
 
     @property
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    def hooks(self) -> Hooks:
         """The pack hook (tensor to autograd's object) and the unpack hook (object to tensor)."""
         if self._follower is not None:
             return self._follower.pack, self._follower.unpack

@@ -33,8 +33,8 @@ from storm_client.saved.versions import KeptTensor, SavedVersion
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from storm_client.eager.marks import Mark
     from storm_client.eager.planned_step import PlannedStep
-    from storm_client.eager.recorder import Mark
     from storm_client.eager.signature import StepSignature
     from storm_client.monitoring.stats import StatsRecorder
     from storm_client.monitoring.trace import StepTrace, Untraced

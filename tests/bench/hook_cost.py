@@ -28,10 +28,10 @@ from bench.recording import parser_of, show
 from storm_bench.child_daemon import ChildDaemon
 from storm_bench.zoo.methods import METHODS
 from storm_bench.zoo.models import Workload
-from storm_client import native
 from storm_client.eager import plan_maker
 from storm_client.hooks import StepHooks
 from storm_client.native import build
+from storm_client.native import loader as native
 from storm_client.planner.alternatives import choose_alternative
 from storm_client.planner.decisions import OFFLOAD, Keep
 from storm_client.planner.solver import Choice

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
-from storm_client import native
+from storm_client.native import loader as native
 from storm_client.transport.interrupts import SafeCondition
 from support.daemon_process import DaemonProcess
 from support.following import PATHS, follow_by

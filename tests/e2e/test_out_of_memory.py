@@ -11,7 +11,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client import native
+from storm_client.native import loader as native
 from storm_client.native.build import build
 from storm_client.planner import shortage
 from torch import Tensor

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from storm_client import hooks, native
+from storm_client import hooks
 from storm_client.eager.planned_step import PlannedStep
+from storm_client.native import loader as native
 from storm_client.native.build import BuildError, build
 
 __all__ = ["PATHS", "Followed", "follow_by"]

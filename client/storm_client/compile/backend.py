@@ -21,11 +21,12 @@ from torch._functorch import config as functorch_config
 from storm_client.arguments import check_choice, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
+from storm_client.compile.graph import Graph
 from storm_client.compile.partition import Partitioner
 from storm_client.compile.runtime import running
 from storm_client.compile.saved_values import Rules
 from storm_client.compile.shared_budget import shared_budget_for
-from storm_client.compile.target import Graph, Target, shared_target
+from storm_client.compile.target import Target, shared_target
 from storm_client.connecting import shared_supply
 from storm_client.errors import UsageError
 from storm_client.monitoring.compiled_models import backend_of

@@ -23,6 +23,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from storm_client.compile.costs import seconds_of
 from storm_client.compile.estimates import Draft, Recipe, Saved
+from storm_client.compile.graph import Graph
 from storm_client.compile.operators import (
     FETCH,
     HOLD,
@@ -38,7 +39,6 @@ from storm_client.compile.saved_values import Rules, SavedValues, uses
 from storm_client.compile.schedule import Schedule, schedule
 from storm_client.compile.shared_budget import WHOLE, BudgetShare
 from storm_client.compile.symbols import computed
-from storm_client.compile.target import Graph
 from storm_client.compile.views import (
     add_saved,
     drop_results,

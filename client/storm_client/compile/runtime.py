@@ -27,7 +27,8 @@ from storm_client.saved.snapshots import Unchanging
 from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
-    from storm_client.compile.target import Graph, Target
+    from storm_client.compile.graph import Graph
+    from storm_client.compile.target import Target
     from storm_client.transport.session import Session
     from storm_client.transport.sessions import Sessions
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from storm_client.devices import devices_in_use
 from storm_client.planner.in_flight import free_bytes
@@ -18,8 +18,6 @@ from storm_client.transport.interrupts import SafeWeakSet
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
-    from storm_client.compile.target import Target
-    from storm_client.compile.tokens import Held
     from storm_client.transport.daemon_loss import Supply
 
 __all__ = ["WHOLE", "BudgetShare", "SharedBudget", "shared_budget_for"]
@@ -50,6 +48,24 @@ WHOLE: Final = BudgetShare()
 """The share of a model that shares its budget with no other."""
 
 
+class Sharing(Protocol):
+    """Compiled graphs that share a budget."""
+
+    @property
+    def least(self) -> int:
+        """Bytes that one of them needs at the most, with nothing kept by choice."""
+
+    @property
+    def planned(self) -> int | None:
+        """The most bytes that a run of one may keep by its plan; None without graphs."""
+
+
+class Kept(Protocol):
+    """A value that is kept by choice."""
+
+    nbytes: int
+
+
 class SharedBudget:
     """One shared budget, from which several threads may take bytes at once."""
 
@@ -58,14 +74,14 @@ class SharedBudget:
         self._budget = budget
         self._has_seen_backward = False
         """Whether a backward pass has begun, in any thread; never reset."""
-        self._sharing: SafeWeakSet[Target] = SafeWeakSet()
-        self._kept: SafeWeakSet[Held] = SafeWeakSet()
+        self._sharing: SafeWeakSet[Sharing] = SafeWeakSet()
+        self._kept: SafeWeakSet[Kept] = SafeWeakSet()
 
-    def add_graphs(self, graphs: Target) -> None:
+    def add_graphs(self, graphs: Sharing) -> None:
         """Let graphs share this budget for as long as they are alive."""
         self._sharing.add(graphs)
 
-    def share_of(self, graphs: Target) -> BudgetShare:
+    def share_of(self, graphs: Sharing) -> BudgetShare:
         """Return the share of `graphs`, of which one is about to be compiled."""
         others = [one for one in self._sharing if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
@@ -97,7 +113,7 @@ class SharedBudget:
             planned = BudgetShare(of=max(1, len(leasts))).left(limit, least)
         return min(limit - kept - least, planned)
 
-    def keep(self, held: Held) -> None:
+    def keep(self, held: Kept) -> None:
         """Count a value that is kept by choice, until it is freed."""
         self._kept.add(held)
 

@@ -1,4 +1,4 @@
-"""Targets, to which compiled graphs offload values, and what runs need to know of their graphs.
+"""Targets, to which compiled graphs offload values.
 
 With a budget in bytes, what a run may keep depends on what other runs keep meanwhile
 (`shared_budget.py`).
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from storm_client.compile.announced import Announced
 from storm_client.compile.figures import measured
 from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
-from storm_client.compile.stored import Announced
 from storm_client.connecting import shared_supply
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder
 from storm_client.planner.machine import Machine
@@ -26,45 +24,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from storm_client.compile.schedule import Schedule
-    from storm_client.planner.plan import Plan
+    from storm_client.compile.graph import Graph
+    from storm_client.saved.ranges import Holder
     from storm_client.transport.daemon_loss import Supply
-    from storm_client.transport.session import Session
 
-__all__ = ["Graph", "Target", "shared_target"]
+__all__ = ["Target", "shared_target"]
 
 SETTLE_SECONDS = 1.0
 """How long statistics wait until the daemon has encoded the values that were stored last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """What runs need to know of one pair of graphs."""
-
-    plan: Plan
-    schedule: Schedule
-    ranks: dict[int, int]
-    """The places in the schedule's order of the values that a run may keep by choice."""
-    early: tuple[int, ...] = ()
-    """Offloaded values whose fetches would be in time only if they began before the backward graph,
-    in the order of use."""
-    order: tuple[int, ...] = ()
-    """All offloaded values, in the order in which the backward graph waits for them."""
-    early_bytes: int = 0
-    """Total bytes of the values in `early`."""
-    last_fetched: int | None = None
-    """The value whose fetch begins last."""
-    free_bytes: int = 0
-    """Bytes below the backward graph's peak that are free from that fetch on."""
-    free_bytes_from: Mapping[int, int] = field(default_factory=dict)
-    """The same from the wait for each offloaded value on."""
-    planned: int | None = None
-    """Bytes that a run may keep of a budget in bytes that others share; None if no others do."""
-
-    @property
-    def last(self) -> int | None:
-        """The offloaded value that the backward graph waits for last."""
-        return self.order[-1] if self.order else None
 
 
 class Target:
@@ -95,7 +62,7 @@ class Target:
         self._supply = supply
         self._lock = threading.Lock()  # protects all below
         self._is_used = False
-        self._announced: dict[int, tuple[weakref.ref[Session], Announced]] = {}
+        self._announced: dict[int, tuple[weakref.ref[Holder], Announced]] = {}
         """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Target:
@@ -135,7 +102,7 @@ class Target:
             self.supply.sessions.settle(SETTLE_SECONDS)
         return self.recorder.snapshot()
 
-    def announced(self, session: Session) -> Announced:
+    def announced(self, session: Holder) -> Announced:
         """Return the records of a session that graphs have announced."""
         with self._lock:
             known = self._announced.get(id(session))

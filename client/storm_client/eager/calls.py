@@ -15,7 +15,7 @@ from storm_client.eager.recompute import Input, Recipe
 from storm_client.eager.sources import Source
 
 if TYPE_CHECKING:
-    from storm_client.eager.values import TrackedStorage
+    from storm_client.eager.tracked import TrackedStorage
     from storm_client.native import _follow
 
 __all__ = ["Call", "HiddenCall", "is_plain", "name_of", "outputs_of", "replaced", "tensors_among"]

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from storm_client.eager.values import TrackedStorage
+from storm_client.eager.tracked import TrackedStorage
 
 __all__ = ["Cast", "Casts"]
 

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from storm_client.planner.alternatives import choose_alternative, kept_bytes
 from storm_client.planner.decisions import Decision
-from storm_client.planner.in_flight import device_bytes
 from storm_client.planner.link_watch import has_changed
 from storm_client.planner.machine import Machine
 from storm_client.planner.search import (
-    ALL_KEPT,
-    AS_BLOCKS,
-    OFFLOAD_ALONE,
     Alternative,
     PlanSearch,
 )
 
 if TYPE_CHECKING:
-    from storm_client.eager.signature import StepSignature
     from storm_client.eager.step_times import StepTimes
     from storm_client.planner.problem import Problem
     from storm_client.planner.solver import Choice
 
-__all__ = ["Comparison", "search_for"]
-
-LITTLE: Final = 1 / 128
-"""Share of a device's memory: freeing less is not worth a longer, CPU-bound step."""
+__all__ = ["Comparison"]
 
 
 class Comparison:
@@ -178,20 +170,3 @@ class Comparison:
             return None
         self.is_reported = True
         return f"stormd: of the plans that steps have followed: {self.search}"
-
-
-def search_for(signature: StepSignature, problem: Problem, *, is_least: bool) -> PlanSearch:
-    """Return which plans to compare for a signature whose forward pass has been timed.
-
-    With the budget "least", steps may take longer to keep less: by up to half of the device's
-    compute time in a forward pass. Checkpointing would cost all of it. This does not hold where a
-    step saves little.
-    """
-    if is_least and signature.saved_bytes <= LITTLE * device_bytes(signature.devices):
-        return PlanSearch((ALL_KEPT, OFFLOAD_ALONE), slack_bytes=signature.saved_bytes)
-    blocks = AS_BLOCKS if is_least and problem.checkpointed_bytes else ()
-    return PlanSearch(
-        (*blocks, OFFLOAD_ALONE),
-        allowance=(problem.forward_seconds or 0.0) / 2 if is_least else 0.0,
-        slack_bytes=max(problem.last_bytes, signature.checkpointed_bytes or 0),
-    )

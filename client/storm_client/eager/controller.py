@@ -20,13 +20,14 @@ import torch
 from storm_client.eager.following import compiled
 from storm_client.eager.function_modes import is_in_compiled_code
 from storm_client.eager.launches import watch_launches
+from storm_client.eager.marks import Mark
 from storm_client.eager.operation_times import OperationTimes, keep_busy
 from storm_client.eager.operations import REPLAYABLE
 from storm_client.eager.plan_maker import PlanMaker, PlanOptions
 from storm_client.eager.planned_step import PlannedStep
 from storm_client.eager.ranks import Ranks
 from storm_client.eager.recognition import Recurrence, StepRecord, StepSignatures
-from storm_client.eager.recorder import Mark, Recorder
+from storm_client.eager.recorder import Recorder
 from storm_client.eager.recording import Recording
 from storm_client.eager.signature import NEAR_LARGEST, StepSignature
 from storm_client.eager.values import SaveHooks
@@ -212,7 +213,8 @@ class Planning:
         if signature.fallback.steps > 0:
             signature.fallback.steps -= 1
             return None
-        return compiled(signature, plan, follow, counts, counts_gradless=self._counts_gradless)
+        evidence, gradless = signature.evidence, self._counts_gradless
+        return compiled(plan, evidence, follow, counts, counts_gradless=gradless)
 
     def _logs_events(self, record: StepRecord) -> bool:
         """Return whether the calls of a step have to be recorded for compiled code."""

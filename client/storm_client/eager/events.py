@@ -8,14 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from storm_client.monitoring.layers import NOWHERE, Place
 from storm_client.planner.problem import Value
 
-__all__ = ["CAST", "SAVED", "Event", "RecordedValue", "saved_numbers", "values_of"]
+if TYPE_CHECKING:
+    from storm_client.eager.launches import Kernel
+
+__all__ = [
+    "CAST",
+    "SAVED",
+    "Event",
+    "LoggedEvent",
+    "RecordedValue",
+    "saved_numbers",
+    "values_of",
+]
 
 _HOST: Final = torch.device("cpu")
 
@@ -126,6 +137,33 @@ class RecordedValue:
             is_cached=self.is_cached,
             device=self.device.index,
         )
+
+
+class LoggedEvent(NamedTuple):
+    """A saved tensor, or an output of a call; as native/call_log.cpp records it."""
+
+    position: int
+    """The event's position in the script; -1 for a call that is only counted."""
+    name: str
+    overload: str
+    kernel: Kernel | None
+    """The kernel of a launch, which has neither name nor overload."""
+    place: int
+    """The output's place among the call's outputs."""
+    arguments: tuple[int, ...]
+    """For each tensor of the call its place among the function's tensors; -1 for none of them."""
+    inside: str
+    """The name of the enclosing call that has copied its arguments by this call; else empty."""
+
+    @property
+    def called(self) -> str | Kernel | None:
+        """The called operator's name or the kernel; None for a saved tensor."""
+        return self.kernel or self.name or None
+
+    @property
+    def is_used_call(self) -> bool:
+        """Whether it is a call whose output matters."""
+        return self.called is not None and self.position >= 0
 
 
 def saved_numbers(events: Iterable[Event]) -> list[int]:

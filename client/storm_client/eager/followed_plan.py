@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from storm_client.eager.events import SAVED, Event, RecordedValue
+from storm_client.eager.events import SAVED, Event, LoggedEvent, RecordedValue
 from storm_client.eager.ways import first_readers, ways_of
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Replay
 
 if TYPE_CHECKING:
-    from storm_client.eager.following import LoggedEvent
     from storm_client.native import _follow
     from storm_client.planner.plan import Plan
 

@@ -10,23 +10,21 @@ follows the same script.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from storm_client.eager.byproducts import Byproduct
-from storm_client.eager.events import CAST, SAVED
+from storm_client.eager.events import CAST, SAVED, LoggedEvent
 from storm_client.eager.operations import choice_of, may_draw
 from storm_client.eager.settings import KernelChoice
 from storm_client.planner.decisions import Keep, Replay
 
 if TYPE_CHECKING:
     from storm_client.eager.followed_plan import Expected, FollowedPlan
-    from storm_client.eager.launches import Kernel
     from storm_client.eager.proofs import Evidence, Sizes
-    from storm_client.eager.signature import StepSignature
     from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
 
-__all__ = ["LoggedEvent", "PythonFallback", "compiled"]
+__all__ = ["PythonFallback", "compiled"]
 
 _CONSTANT = -1
 """Stands for an input that is always kept: small, or a parameter."""
@@ -55,33 +53,6 @@ class _Does(IntEnum):
     RECOMPUTE = 2
 
 
-class LoggedEvent(NamedTuple):
-    """A saved tensor, or an output of a call; as native/call_log.cpp records it."""
-
-    position: int
-    """The event's position in the script; -1 for a call that is only counted."""
-    name: str
-    overload: str
-    kernel: Kernel | None
-    """The kernel of a launch, which has neither name nor overload."""
-    place: int
-    """The output's place among the call's outputs."""
-    arguments: tuple[int, ...]
-    """For each tensor of the call its place among the function's tensors; -1 for none of them."""
-    inside: str
-    """The name of the enclosing call that has copied its arguments by this call; else empty."""
-
-    @property
-    def called(self) -> str | Kernel | None:
-        """The called operator's name or the kernel; None for a saved tensor."""
-        return self.kernel or self.name or None
-
-    @property
-    def is_used_call(self) -> bool:
-        """Whether it is a call whose output matters."""
-        return self.called is not None and self.position >= 0
-
-
 _Event: TypeAlias = "tuple[int, int, int, Sizes, int, int, bool, bool, Any]"
 
 
@@ -100,32 +71,34 @@ class PythonFallback:
         self._begun += 1
 
 
-def _can_be_followed(signature: StepSignature, plan: FollowedPlan) -> bool:
+def _can_be_followed(plan: FollowedPlan, evidence: Evidence) -> bool:
     """Return whether what a plan recomputes allows compiled code to follow it."""
-    evidence = signature.evidence
     if not plan.has_replays:
         return True
+    saved = {one.value.number for one in plan.script if one.what is SAVED}
     return bool(plan.logged) and all(
         evidence.recomputed.sizes(plan.ways[number]) or evidence.has_tried(number)
-        for number, decision in enumerate(plan.decisions)
-        if isinstance(decision, Replay) and signature.values[number].is_saved
+        for number in saved
+        if isinstance(plan.decisions[number], Replay)
     )
 
 
 def compiled(
-    signature: StepSignature,
     plan: FollowedPlan,
+    evidence: Evidence,
     follow: Native,
     counts: NativeCounts,
     *,
     counts_gradless: bool,
 ) -> _follow.Script | None:
-    """Return the compiled script of a signature's plan; None where Python has to follow it."""
-    evidence = signature.evidence
+    """Return the compiled script of a signature's plan; None where Python has to follow it.
+
+    `evidence` is the signature's.
+    """
     version = evidence.version
     if plan.compiled is None or plan.compiled[0] != version:
         # This check looks at all values, so it does not run in every step.
-        if not _can_be_followed(signature, plan):
+        if not _can_be_followed(plan, evidence):
             return None
         script = plan.script[:-1]  # without NOTHING at its end
         if plan.has_replays:

@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -33,7 +33,6 @@ from storm_client.eager.kernel_accesses import accesses_of
 from storm_client.hook_stack import untraced
 
 if TYPE_CHECKING:
-    from storm_client.eager.recorder import Recorder
     from storm_client.native import Native, _follow
 
 __all__ = ["Kernel", "Launch", "LaunchSink", "LaunchWatch", "watch_launches"]
@@ -124,8 +123,22 @@ class Launch(NamedTuple):
     """The number of tensors written in place."""
 
 
-LaunchSink: TypeAlias = "Recorder | _follow.Follower"
-"""Receives the launches of a thread."""
+class LaunchSink(Protocol):
+    """Receives the launches of a thread."""
+
+    def launched(
+        self,
+        kernel: Kernel,
+        tensors: list[torch.Tensor],
+        options: dict[str, Any],
+        made: list[torch.Tensor],
+        over: int,
+        /,
+    ) -> None:
+        """Record the results of a launch; for the arguments see `Launch`."""
+
+    def overwritten(self, tensor: torch.Tensor, /) -> None:
+        """Record that a launch has written to memory that may have been in use."""
 
 
 class LaunchWatch:

@@ -39,7 +39,7 @@ from storm_client.eager.sources import OtherNumbers
 from storm_client.errors import StormError
 
 if TYPE_CHECKING:
-    from storm_client.eager.recorder import Span
+    from storm_client.eager.marks import Span
     from storm_client.native import _follow
 
 __all__ = ["OperationTimes", "keep_busy"]

@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from storm_client.eager.byproducts import Byproduct
-from storm_client.eager.comparison import Comparison, search_for
+from storm_client.eager.comparison import Comparison
 from storm_client.eager.events import SAVED, RecordedValue, saved_numbers
 from storm_client.eager.operations import Function
 from storm_client.errors import UsageError
 from storm_client.planner.alternatives import choose_alternative
-from storm_client.planner.in_flight import free_bytes, in_flight_bytes, last_bytes
+from storm_client.planner.in_flight import device_bytes, free_bytes, in_flight_bytes, last_bytes
 from storm_client.planner.machine import Machine, TransferFigures, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.prices import operation_seconds
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.search import NOTHING, PREDICTED, Alternative
+from storm_client.planner.search import (
+    ALL_KEPT,
+    AS_BLOCKS,
+    NOTHING,
+    OFFLOAD_ALONE,
+    PREDICTED,
+    Alternative,
+    PlanSearch,
+)
 from storm_client.planner.slowest import Agreed, Figures, Turn
 from storm_client.planner.solver import Choice, choose
 from storm_client.planner.thread_costs import ThreadCosts
@@ -52,6 +60,9 @@ class PlanOptions:
 log = logging.getLogger(__name__)
 
 _HOST: Final = torch.device("cpu")
+
+LITTLE: Final = 1 / 128
+"""Share of a device's memory: freeing less is not worth a longer, CPU-bound step."""
 
 _SWITCHED_OFF: Final = "replay=False was passed"
 _COMPILED: Final = "the step runs compiled code, whose operations are not seen"
@@ -341,6 +352,23 @@ class PlanMaker:
             turn_bytes=held,
             in_flight_bytes=in_flight,
         )
+
+
+def search_for(signature: StepSignature, problem: Problem, *, is_least: bool) -> PlanSearch:
+    """Return which plans to compare for a signature whose forward pass has been timed.
+
+    With the budget "least", steps may take longer to keep less: by up to half of the device's
+    compute time in a forward pass. Checkpointing would cost all of it. This does not hold where a
+    step saves little.
+    """
+    if is_least and signature.saved_bytes <= LITTLE * device_bytes(signature.devices):
+        return PlanSearch((ALL_KEPT, OFFLOAD_ALONE), slack_bytes=signature.saved_bytes)
+    blocks = AS_BLOCKS if is_least and problem.checkpointed_bytes else ()
+    return PlanSearch(
+        (*blocks, OFFLOAD_ALONE),
+        allowance=(problem.forward_seconds or 0.0) / 2 if is_least else 0.0,
+        slack_bytes=max(problem.last_bytes, signature.checkpointed_bytes or 0),
+    )
 
 
 def _untimed(signature: StepSignature) -> Alternative:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from storm_client.eager.launches import LaunchWatch
+from storm_client.eager.marks import Mark
 from storm_client.eager.proofs import Trial
-from storm_client.eager.recorder import Mark, Recorder
+from storm_client.eager.recorder import Recorder
 from storm_client.eager.recording import Recording
 from storm_client.eager.signature import StepSignature
 

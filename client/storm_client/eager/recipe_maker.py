@@ -16,17 +16,16 @@ from storm_client.eager.bits import copied
 from storm_client.eager.calls import Call
 from storm_client.eager.casts import Cast
 from storm_client.eager.recognition import StepRecord
-from storm_client.eager.recompute import Result
+from storm_client.eager.recompute import OverwrittenResult, RecipeResult, Result
 from storm_client.eager.sources import (
     Alias,
     Blank,
     Copied,
-    OverwrittenResult,
     PackedInput,
-    RecipeResult,
     Source,
 )
-from storm_client.eager.values import Inputs, SaveHooks, TrackedStorage, Values
+from storm_client.eager.tracked import TrackedStorage
+from storm_client.eager.values import Inputs, SaveHooks, Values
 from storm_client.eager.ways import NO_WAY, Way
 from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 from storm_client.saved.snapshots import is_result

@@ -20,7 +20,7 @@ from storm_client.eager.bits import copied
 from storm_client.eager.function_modes import are_altered, unaltered
 from storm_client.eager.operations import Function, bound, choice_of
 from storm_client.eager.settings import differing_settings, settings_of_kernels
-from storm_client.eager.sources import PrivateCopy, Source, lost
+from storm_client.eager.sources import PrivateCopy, Source, check_input, lost
 from storm_client.eager.ways import NO_WAY, Way
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.versions import SavedVersion, View
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Input",
+    "OverwrittenResult",
     "Pins",
     "Recipe",
+    "RecipeResult",
     "Replayed",
     "Result",
 ]
@@ -414,6 +416,38 @@ class Result:
         if is_expected and self._view.describes(made):
             self._memo = made, now
             self._users.clear()
+
+
+class RecipeResult(NamedTuple):
+    """A view of another recipe's result, at a version."""
+
+    result: Result
+    view: View
+    version: SavedVersion
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor; see `Result.viewed`."""
+        if not self.result.has_recipe:
+            check_input(self.version)
+        return self.result.viewed(self.view)
+
+
+class OverwrittenResult(NamedTuple):
+    """The same for an operation that writes to the result: nobody else holds the memory."""
+
+    result: Result
+    view: View
+
+    def tensor(self) -> torch.Tensor:
+        """Recompute the result from its inputs, since its own memory was overwritten."""
+        return self.result.viewed_for_writing(self.view)
+
+    @classmethod
+    def over(cls, result: Result, tensor: torch.Tensor) -> OverwrittenResult:
+        """Represent the value of `tensor` before it was overwritten."""
+        result.is_overwritten = True
+        result.expect_use()
+        return cls(result, View.of(tensor))
 
 
 class Replayed:

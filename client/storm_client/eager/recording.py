@@ -27,9 +27,8 @@ from storm_client.eager.calls import (
     tensors_among,
 )
 from storm_client.eager.casts import Cast, Casts
-from storm_client.eager.events import CAST, SAVED, Event, RecordedValue
+from storm_client.eager.events import CAST, SAVED, Event, LoggedEvent, RecordedValue
 from storm_client.eager.followed_plan import Expected
-from storm_client.eager.following import LoggedEvent
 from storm_client.eager.hidden_calls import KnownCall, known_calls
 from storm_client.eager.launches import Launch
 from storm_client.eager.operation_times import OperationTimes
@@ -44,9 +43,9 @@ from storm_client.eager.operations import (
 from storm_client.eager.recipe_maker import RecipeMaker
 from storm_client.eager.recognition import StepRecord
 from storm_client.eager.recompute import Pins, Result
+from storm_client.eager.tracked import TrackedStorage
 from storm_client.eager.values import (
     SaveHooks,
-    TrackedStorage,
     Values,
     is_in_function,
     numbers_of,

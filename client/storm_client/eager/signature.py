@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from storm_client.eager.comparison import Comparison
-from storm_client.eager.events import SAVED, Event, RecordedValue, saved_numbers
+from storm_client.eager.events import SAVED, Event, LoggedEvent, RecordedValue, saved_numbers
 from storm_client.eager.followed_plan import Expected, FollowedPlan
 from storm_client.eager.following import PythonFallback
 from storm_client.eager.gradients import Gradients, may_lie_elsewhere
@@ -37,8 +37,7 @@ from storm_client.planner.problem import NO_LOSS, PlainLoss
 from storm_client.planner.repeated_blocks import repeated_ends
 
 if TYPE_CHECKING:
-    from storm_client.eager.following import LoggedEvent
-    from storm_client.eager.recorder import Mark
+    from storm_client.eager.marks import Mark
     from storm_client.planner.plan import Plan
 
 __all__ = ["NEAR_LARGEST", "StepSignature"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -28,10 +28,6 @@ from storm_client.eager.settings import name_of_setting
 from storm_client.errors import ActivationLost
 from storm_client.saved.versions import SavedVersion, View
 
-if TYPE_CHECKING:
-    from storm_client.eager.recompute import Result
-    from storm_client.eager.values import TrackedStorage
-
 __all__ = [
     "ALIGNMENT_BYTES",
     "Alias",
@@ -39,10 +35,8 @@ __all__ = [
     "Copied",
     "HeldInputs",
     "OtherNumbers",
-    "OverwrittenResult",
     "PackedInput",
     "PrivateCopy",
-    "RecipeResult",
     "Source",
     "check_input",
     "is_own_backward",
@@ -153,6 +147,13 @@ class PrivateCopy:
         return self._copy
 
 
+class Overwritable(Protocol):
+    """A value in memory that others may write to."""
+
+    is_overwritten: bool
+    """Whether its memory was modified uncounted."""
+
+
 class PackedInput:
     """A tensor that was packed like a saved tensor of autograd, so kept or offloaded."""
 
@@ -162,7 +163,7 @@ class PackedInput:
         self,
         packed: Any,
         unpack: Callable[[Any], torch.Tensor],
-        value: TrackedStorage | None = None,
+        value: Overwritable | None = None,
     ) -> None:
         """Hold what `unpack` returns for `packed`: the memory of `value`, or a copy if None."""
         self._packed = packed
@@ -256,35 +257,3 @@ class Blank(NamedTuple):
         _, nbytes = self.view.span()
         empty = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.view.rebuild(empty.untyped_storage())
-
-
-class RecipeResult(NamedTuple):
-    """A view of another recipe's result, at a version."""
-
-    result: Result
-    view: View
-    version: SavedVersion
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor; see `Result.viewed`."""
-        if not self.result.has_recipe:
-            check_input(self.version)
-        return self.result.viewed(self.view)
-
-
-class OverwrittenResult(NamedTuple):
-    """The same for an operation that writes to the result: nobody else holds the memory."""
-
-    result: Result
-    view: View
-
-    def tensor(self) -> torch.Tensor:
-        """Recompute the result from its inputs, since its own memory was overwritten."""
-        return self.result.viewed_for_writing(self.view)
-
-    @classmethod
-    def over(cls, result: Result, tensor: torch.Tensor) -> OverwrittenResult:
-        """Represent the value of `tensor` before it was overwritten."""
-        result.is_overwritten = True
-        result.expect_use()
-        return cls(result, View.of(tensor))

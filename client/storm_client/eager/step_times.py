@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from storm_client.planner.search import Alternative
 
 if TYPE_CHECKING:
-    from storm_client.eager.recorder import Span
+    from storm_client.eager.marks import Span
 
 __all__ = ["OBSERVED", "StepTimes"]
 

@@ -15,18 +15,17 @@ from storm_client.eager.calls import Call, is_plain
 from storm_client.eager.events import RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.recognition import StepRecord
-from storm_client.eager.recompute import Pins, Result
+from storm_client.eager.recompute import Pins
 from storm_client.eager.sources import (
     ALIGNMENT_BYTES,
     HeldInputs,
-    PackedInput,
 )
+from storm_client.eager.tracked import TrackedStorage
 from storm_client.monitoring.layers import Layers, Place
 from storm_client.planner.decisions import Decision
-from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.snapshots import base_of, is_result, maker_of
 
-__all__ = ["Inputs", "SaveHooks", "TrackedStorage", "Values", "is_in_function", "numbers_of"]
+__all__ = ["Inputs", "SaveHooks", "Values", "is_in_function", "numbers_of"]
 
 _CONSTANT = -1
 """Stands for an input that is always kept: a parameter, or a small tensor."""
@@ -40,46 +39,6 @@ class SaveHooks(NamedTuple):
     restore_input: Callable[[Any], torch.Tensor]
     inputs: HeldInputs
     """Has them read copies when a custom function's backward gets their memory."""
-
-
-class TrackedStorage:
-    """A storage of the current step, at one version."""
-
-    __slots__ = (
-        "before",
-        "copied_for",
-        "copy",
-        "is_overwritten",
-        "number",
-        "pin",
-        "result",
-        "value",
-        "version",
-    )
-
-    def __init__(
-        self,
-        value: RecordedValue,
-        version: int,
-        pin: WeakStorage,
-        before: TrackedStorage | None = None,
-    ) -> None:
-        """The storage is `value` as long as it has this version; `pin` refers weakly to it.
-
-        `before` is the value of the storage when it was last looked at; None if it was not.
-        """
-        self.before = before
-        self.value = value
-        self.number = value.number
-        self.version = version
-        self.pin = pin
-        self.result: Result | None = None
-        self.copy: PackedInput | None = None
-        """If no operation made the value: the copy that recipes read instead."""
-        self.copied_for = -1
-        """The number of the value for whose recipe that copy was made."""
-        self.is_overwritten = False
-        """Whether its memory was modified uncounted."""
 
 
 Inputs: TypeAlias = list[TrackedStorage | None]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from storm_kernels.errors import CudaDriverError
 
@@ -29,10 +29,7 @@ from storm_client.lanes.pieces import AddressRange, Piece, Pieces
 from stormd.protocol import Envelope, MapSegment, UnmapSegment
 from stormd.protocol.limits import MAX_PIECES_WAITING
 
-if TYPE_CHECKING:
-    from storm_client.transport.connection import Connection
-
-__all__ = ["Segments", "send_offers"]
+__all__ = ["Segments"]
 
 log = logging.getLogger(__name__)
 
@@ -302,20 +299,3 @@ class Segments:
         self._unsent.pop(one.number, None)
         if one.state is State.MAPPED:
             self.to_unmap.append(UnmapSegment(one.number))
-
-
-def send_offers(connection: Connection, segments: Segments) -> None:
-    """Send the daemon the unmap messages and offers of `segments`, without a wait for its answers.
-
-    Raises:
-        DaemonLost: the daemon is gone.
-    """
-    while segments.to_unmap:
-        # After an interrupt it may be sent twice; the daemon refuses the second.
-        connection.defer(next(connection.numbers), segments.to_unmap[0])
-        segments.to_unmap.popleft()
-    while (
-        segments.outbox and (offer := segments.next_offer(connection.send_descriptor)) is not None
-    ):
-        segments.post(next(connection.numbers), offer, connection.outbox)
-        connection.flush_soon()

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -26,15 +26,13 @@ from storm_client.saved.snapshots import SnapshotProof
 from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
-    from storm_client.compile.stored import Announced
     from storm_client.lanes import Stream
     from storm_client.monitoring.shared_counts import RangeRecorder
-    from storm_client.planner import Step
-    from storm_client.transport.session import Session
 
 __all__ = [
     "DeadRange",
     "Handle",
+    "Holder",
     "Located",
     "Part",
     "RangePhase",
@@ -46,8 +44,21 @@ __all__ = [
 ]
 
 
-UpcomingUses: TypeAlias = "Step | Announced"
-"""Knows the records that are expected to be needed after a use."""
+class UpcomingUses(Protocol):
+    """Knows the records that are expected to be needed after a use."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to look at them now."""
+
+    def upcoming(self) -> Sequence[StoredRange]:
+        """Return the living records, the nearest first."""
+
+    def unseen(self) -> Sequence[StoredRange | None]:
+        """Return the records that have not been looked at, None for a freed one."""
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen are restored or have been requested."""
 
 
 class WeakStorage:
@@ -117,6 +128,23 @@ _NEXT: dict[RangePhase, tuple[RangePhase, ...]] = {
 }
 
 
+class Holder(Protocol):
+    """The session that holds the bytes of stored ranges."""
+
+    @property
+    def has_in_place(self) -> bool:
+        """Whether bytes may be restored into memory of their own, which must be used sparingly."""
+
+    def send(self, record: StoredRange, /) -> None:
+        """Send a record unless it was sent already or is kept."""
+
+    def load(self, use: Use, /, *, is_first: bool = False, may_hand_out: bool = False) -> Located:
+        """Return where the bytes of `use` are in memory; restore them if necessary."""
+
+    def prefetch(self, uses: UpcomingUses, /) -> None:
+        """Begin to prefetch the records used next, as far as there is room."""
+
+
 class StoredRange:
     """The bytes of one storage: in memory, in flight to the daemon, or with the daemon.
 
@@ -150,7 +178,7 @@ class StoredRange:
 
     def __init__(
         self,
-        session: Session,
+        session: Holder,
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
         stats: RangeRecorder,

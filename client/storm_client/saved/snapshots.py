@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import weakref
 from sys import getrefcount
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from storm_client.saved.versions import View
-
-if TYPE_CHECKING:
-    from storm_client.saved.ranges import StoredRange
 
 __all__ = [
     "SnapshotProof",
@@ -37,7 +34,14 @@ __all__ = [
 _use_count = torch._C._storage_Use_Count
 
 
-def is_unshared(holder: StoredRange) -> bool:
+class Holding(Protocol):
+    """What holds a storage, and the saved tensors in it that no operation made."""
+
+    source: torch.UntypedStorage | None
+    leaves: dict[int, torch.Tensor]
+
+
+def is_unshared(holder: Holding) -> bool:
     """Return whether only `holder` holds the storage and its leaves; no leaf has other data."""
     if holder.source is None:
         return False

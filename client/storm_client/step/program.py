@@ -23,11 +23,12 @@ from torch import fx
 from torch._dynamo.backends.debugging import boxed_nop
 
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
+from storm_client.compile.graph import Graph
 from storm_client.compile.partition import divided
 from storm_client.compile.runtime import running
 from storm_client.compile.saved_values import Rules
 from storm_client.compile.shared_budget import WHOLE
-from storm_client.compile.target import Graph, Target
+from storm_client.compile.target import Target
 from storm_client.step.captured import Captured
 from storm_client.step.nodes import MICRO_BATCH, memories, reads, writes, written_by
 from storm_client.step.passes import (

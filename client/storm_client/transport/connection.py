@@ -31,6 +31,7 @@ from storm_client.errors import (
 )
 from storm_client.lanes import Lane, LaneHello
 from storm_client.lanes.offers import Mappable
+from storm_client.lanes.segments import Segments
 from storm_client.transport.frames import Messages
 from storm_client.transport.handshake import FIRST_NUMBER, Channel, open_channel
 from storm_client.transport.interrupts import SafeCondition, SafeWeakSet, Wakeup
@@ -46,7 +47,7 @@ from stormd.protocol import (
     Refused,
 )
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "send_offers"]
 
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
@@ -529,3 +530,20 @@ def _close_all() -> None:
 
 os.register_at_fork(after_in_child=_unlock_in_child)
 atexit.register(_close_all)
+
+
+def send_offers(connection: Connection, segments: Segments) -> None:
+    """Send the daemon the unmap messages and offers of `segments`, without a wait for its answers.
+
+    Raises:
+        DaemonLost: the daemon is gone.
+    """
+    while segments.to_unmap:
+        # After an interrupt it may be sent twice; the daemon refuses the second.
+        connection.defer(next(connection.numbers), segments.to_unmap[0])
+        segments.to_unmap.popleft()
+    while (
+        segments.outbox and (offer := segments.next_offer(connection.send_descriptor)) is not None
+    ):
+        segments.post(next(connection.numbers), offer, connection.outbox)
+        connection.flush_soon()

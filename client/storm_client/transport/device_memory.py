@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from storm_client.errors import StormError
-from storm_client.lanes.segments import send_offers
+from storm_client.transport.connection import send_offers
 from storm_client.transport.kept_memory import offload_kept
 from stormd.protocol import UnmapSegment
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
-from storm_client import native
 from storm_client.devices import is_capturing
 from storm_client.monitoring.stats import StatsRecorder
+from storm_client.native import loader
 from storm_client.planner import OrderHistory, Step
 from storm_client.saved.versions import SavedVersion, View
 from storm_client.transport.interrupts import SafeWeakSet
@@ -70,7 +70,7 @@ def offload_kept(session: Session) -> int:
 
 def _living() -> Iterator[_Kept]:
     yield from _NOTED
-    module = native.module()
+    module = loader.module()
     if module is not None:
         yield from module.kept()
 

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from storm_client import native
+from storm_client.native import loader
 from storm_client.planner.shortage import record_shortage
 from storm_client.transport.interrupts import SafeWeakSet
 from storm_client.transport.kept_memory import kept_bytes
 from stormd.protocol.sizes import format_size
 
 if TYPE_CHECKING:
+    from storm_client.native import Native
     from storm_client.transport.device_memory import DeviceMemory
 
 __all__ = ["MayFail", "make_room", "retry_allocations", "watch"]
@@ -78,13 +79,13 @@ def _observe() -> None:
 
 def retry_allocations() -> None:
     """Have compiled code repeat failed allocations, once it is built."""
-    module = native.module()
+    module = loader.module()
     if module is not None:
         _retry(module)
 
 
 @cache
-def _retry(module: native.Native) -> None:
+def _retry(module: Native) -> None:
     try:
         is_watched = module.watch_allocations("cuda", _on_failed_allocation)
     except RuntimeError as error:  # as where torch has no CUDA

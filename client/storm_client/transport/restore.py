@@ -21,11 +21,10 @@ import torch
 
 from storm_client.errors import ActivationLost, DaemonLost, UsageError, lost_in_backward
 from storm_client.lanes import Lane, Mapped
-from storm_client.lanes.segments import send_offers
 from storm_client.monitoring.profiler_ranges import span
 from storm_client.saved.ranges import Part, StoredRange, UpcomingUses, Use
 from storm_client.transport.confirmation import Confirmation
-from storm_client.transport.connection import Connection
+from storm_client.transport.connection import Connection, send_offers
 from storm_client.transport.memory_pressure import MayFail
 from storm_client.transport.staging_area import open_staging
 from storm_client.transport.timeouts import LONGEST_SECONDS, STALL_SECONDS, Patience

@@ -23,7 +23,6 @@ from storm_client.errors import ActivationLost, DaemonLost
 from storm_client.lanes import Lane, Stream
 from storm_client.lanes.dtypes import ENCODED
 from storm_client.lanes.offers import Mappable
-from storm_client.lanes.segments import send_offers
 from storm_client.monitoring.shared_counts import RangeRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.planner.plan import Plan
@@ -37,7 +36,7 @@ from storm_client.saved.ranges import (
     Use,
 )
 from storm_client.saved.snapshots import SnapshotProof, is_unshared
-from storm_client.transport.connection import Connection
+from storm_client.transport.connection import Connection, send_offers
 from storm_client.transport.device_memory import DeviceMemory
 from storm_client.transport.io_thread import Listener
 from storm_client.transport.memory_pressure import retry_allocations, watch

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from storm_client.errors import UsageError
 from storm_client.lanes import Lane
-from storm_client.lanes.segments import send_offers
-from storm_client.transport.connection import Connection
+from storm_client.transport.connection import Connection, send_offers
 from storm_client.transport.transfers import Transfers
 
 __all__ = ["open_staging"]

@@ -19,9 +19,8 @@ import torch
 
 from storm_client.errors import ActivationLost, UsageError
 from storm_client.lanes import InPlace, Lane, Mapped, Slot, Staged
-from storm_client.lanes.segments import send_offers
 from storm_client.saved.ranges import StoredRange
-from storm_client.transport.connection import Connection
+from storm_client.transport.connection import Connection, send_offers
 from storm_client.transport.staging_area import open_staging
 from storm_client.transport.transfer import Outgoing
 from storm_client.transport.transfers import Transfers

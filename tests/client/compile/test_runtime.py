@@ -11,10 +11,12 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import operators, runtime
+from storm_client.compile.announced import FEW_RECORDS, Announced
+from storm_client.compile.graph import Graph
 from storm_client.compile.runtime import running
 from storm_client.compile.schedule import Schedule
-from storm_client.compile.stored import FEW_RECORDS, Announced, Trail
-from storm_client.compile.target import Graph, Target
+from storm_client.compile.stored import Trail
+from storm_client.compile.target import Target
 from storm_client.monitoring.compiled_models import HANDLED
 from storm_client.transport import frames
 from support.daemon_thread import DaemonThread

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager import comparison, controller, plan_maker, step_times
+from storm_client.eager import controller, plan_maker, step_times
 from storm_client.eager.comparison import Comparison
+from storm_client.eager.marks import Span
 from storm_client.eager.proofs import Trial
-from storm_client.eager.recorder import Span
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import Replay
 from storm_client.planner.machine import CPU, TransferFigures
@@ -188,7 +188,7 @@ def test_of_a_step_that_saves_little_all_stays_if_that_takes_less(
     monkeypatch: pytest.MonkeyPatch,
     take: Callable[[Callable[[Alternative], float]], None],
 ) -> None:
-    monkeypatch.setattr(comparison, "device_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(plan_maker, "device_bytes", lambda _: 1 << 40)
     take(lambda one: 0.1 if one.keeps_all else 0.3)
     net = network()
     offload = client.offload(net, min_bytes=4096)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from storm_client import devices
 from storm_client.eager import operation_times
+from storm_client.eager.marks import Mark, Span
 from storm_client.eager.operation_times import (
     LONG_SECONDS,
     OperationTimes,
 )
-from storm_client.eager.recorder import Mark, Span
 from support.planning import Took
 from support.waiting import wait_until
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager.bits import checksum, copied, same_bits
-from storm_client.eager.recompute import Input, Pins, Recipe, Result
-from storm_client.eager.sources import Alias, RecipeResult
+from storm_client.eager.recompute import Input, Pins, Recipe, RecipeResult, Result
+from storm_client.eager.sources import Alias
 from storm_client.errors import ActivationLost
 from storm_client.saved.versions import SavedVersion, View
 from support.altering_modes import ScaledBelow, SteeperSlopes

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from storm_client import native
 from storm_client.eager.settings import (
     DECIDING,
     GETTERS,
@@ -19,6 +18,7 @@ from storm_client.eager.settings import (
     name_of_setting,
     settings_of_kernels,
 )
+from storm_client.native import loader as native
 from storm_client.native.build import BuildError, build
 from support.thread_counts import one_thread_more
 from torch import Tensor

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import storm_client as storm
 import torch
-from storm_client import native
+from storm_client.native import loader as native
 from support.following import follow_by
 from support.planning import replay_all
 from support.tiny_llama import WORDS, tiny_llama

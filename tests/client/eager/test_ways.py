@@ -12,7 +12,8 @@ from storm_client.eager.recognition import StepRecord, StepSignatures
 from storm_client.eager.recompute import Result
 from storm_client.eager.signature import StepSignature
 from storm_client.eager.sources import PackedInput
-from storm_client.eager.values import SaveHooks, TrackedStorage, Values
+from storm_client.eager.tracked import TrackedStorage
+from storm_client.eager.values import SaveHooks, Values
 from storm_client.eager.ways import NO_WAY, Way, first_readers, ways_of
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay

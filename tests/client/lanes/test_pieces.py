@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from storm_client.lanes import Mapped
-from storm_client.lanes.segments import Segments, send_offers
+from storm_client.lanes.segments import Segments
+from storm_client.transport.connection import send_offers
 from support import fake_cuda
 from support.fake_virtual_memory import AddressRange, ExpandableSegment
 

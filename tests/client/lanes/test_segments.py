@@ -6,7 +6,8 @@ from itertools import count
 
 import pytest
 from storm_client.lanes import STAGING, Mapped
-from storm_client.lanes.segments import Segments, send_offers
+from storm_client.lanes.segments import Segments
+from storm_client.transport.connection import send_offers
 from storm_kernels.errors import CudaDriverError
 
 from stormd.protocol import Envelope, MapSegment, Message, UnmapSegment

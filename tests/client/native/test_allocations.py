@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from storm_client import native
 from storm_client.native import build
+from storm_client.native import loader as native
 
 SOURCE = Path(__file__).parents[2] / "support" / "failing_allocator.cpp"
 DEVICE = "privateuseone"

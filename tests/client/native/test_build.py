@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
-from storm_client import native
 from storm_client.native import build
+from storm_client.native import loader as native
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client import native
 from storm_client.eager import recompute
 from storm_client.eager.operations import bound
 from storm_client.eager.sources import OtherNumbers
 from storm_client.errors import ActivationLost
+from storm_client.native import loader as native
 from support.following import Followed
 from support.planning import replay_all
 from support.training import assert_identical, seeded

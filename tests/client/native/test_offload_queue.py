@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client import native
+from storm_client.native import loader as native
 from storm_client.planner.machine import CPU
 from storm_client.results import Results
 from support.following import Followed, follow_by
