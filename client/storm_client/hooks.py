@@ -275,7 +275,7 @@ class StepHooks:
         """Offload a result that compiled code has matched with the script's event at `position`."""
         layer = self._planned.layer_of(position)
         try:
-            decision = self._policy.decide(tensor, self._min_bytes)
+            decision = self._decide(tensor)
             if tensor.is_cuda and is_capturing(tensor.device):
                 decision = Keep("capture")
             if isinstance(decision, Keep):
@@ -333,7 +333,7 @@ class StepHooks:
         Raises:
             DaemonLost: the tensor was to be offloaded, and the daemon is gone.
         """
-        decision = self._policy.decide(tensor, self._min_bytes)
+        decision = self._decide(tensor)
         if self._compiled is not None and not _is_no_activation(decision):
             self._compiled.count_saved(nbytes_of(tensor))
         if tensor.is_cuda and is_capturing(tensor.device):
@@ -355,6 +355,11 @@ class StepHooks:
         if isinstance(decision, Replay) and result is not None:
             return self._recompute(tensor, storage, value, result, session)
         return self._offload(tensor, storage, session, value.layer)
+
+    def _decide(self, tensor: torch.Tensor) -> Decision:
+        """Return the policy's decision about a tensor."""
+        is_expected = self._follower is not None and self._follower.follows_script
+        return self._policy.decide(tensor, self._min_bytes, is_expected=is_expected)
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
         return self._keep_counted(tensor, nbytes_of(tensor), reason, layer)
@@ -405,7 +410,7 @@ class StepHooks:
         """Offload or keep an input of recipes; called right after an operation has run."""
         try:
             session = self._sessions.of(tensor.device)
-            decided = decision, self._policy.decide(tensor, self._min_bytes)
+            decided = decision, self._decide(tensor)
             if session is None or any(isinstance(one, Keep) for one in decided):
                 return KeptTensor.keeping(tensor)
             storage = tensor.untyped_storage()

@@ -143,12 +143,15 @@ class Policy:
         parameters = chain.from_iterable(module.parameters() for module in self.modules)
         return sum(one for one in map(nbytes_of, parameters) if one < self.min_bytes)
 
-    def decide(self, tensor: torch.Tensor, least: int | None = None) -> Decision:
+    def decide(
+        self, tensor: torch.Tensor, least: int | None = None, *, is_expected: bool = False
+    ) -> Decision:
         """Return the decision about `tensor`, as far as the tensor and its storage tell.
 
         Tensors below `least` bytes are kept; None stands for `min_bytes`. This is called for every
         saved tensor, so the most common cases are checked first. A small tensor may be a view,
-        which keeps a large storage alive.
+        which keeps a large storage alive. If steps before have offloaded the tensor, so that it
+        `is_expected`, the modules' storages are not looked up for it.
         """
         least = self.min_bytes if least is None else least
         if type(tensor) not in _PLAIN or _is_wrapped(tensor):
@@ -162,7 +165,7 @@ class Policy:
             return Keep("meta" if tensor.is_meta else "device")
         if self.layers is not None and not self.layers.depth:
             return _OUTSIDE
-        return self._decide_large(tensor, least)
+        return self._decide_large(tensor, least, is_expected=is_expected)
 
     def decide_storage(self, storage: torch.UntypedStorage, least: int | None = None) -> Decision:
         """Return the decision about a storage; `decide` has to allow one of its tensors first."""
@@ -170,12 +173,15 @@ class Policy:
             return _SMALL
         return _FOREIGN if _is_foreign(storage) else OFFLOAD
 
-    def _decide_large(self, tensor: torch.Tensor, least: int) -> Decision:
+    def _decide_large(self, tensor: torch.Tensor, least: int, *, is_expected: bool) -> Decision:
         """Finish `decide` for a plain tensor that is large enough."""
         if tensor._is_zerotensor():
             return Keep("zero")  # forward-mode differentiation makes these, without memory
         storage = tensor.untyped_storage()
-        if type(tensor) is torch.nn.Parameter or self._is_owned(tensor, storage._cdata):
+        looks = self._may_be_stale and not is_expected
+        if type(tensor) is torch.nn.Parameter or self._is_owned(
+            tensor, storage._cdata, looks=looks
+        ):
             return _PARAMETER
         if tensor.requires_grad and base_of(tensor).is_leaf and tensor.grad_fn is None:
             return Keep("leaf")  # the graph itself holds the leaf to accumulate its gradient
@@ -183,17 +189,18 @@ class Policy:
             return Keep("quantized")
         return Keep("inference") if tensor.is_inference() else self.decide_storage(storage, least)
 
-    def _is_owned(self, tensor: torch.Tensor, address: int) -> bool:
+    def _is_owned(self, tensor: torch.Tensor, address: int, *, looks: bool) -> bool:
         """Return whether `tensor` is, or is a view of, a parameter or buffer of the modules.
 
-        An operation's result is one only if it is a view.
+        An operation's result is one only if it is a view. If it seems to be none, and `looks`, the
+        modules' storages are looked up once more.
         """
         if self._is_known(address):
             return True
         base = tensor._base
         if isinstance(base, torch.nn.Parameter):
             return True
-        if not self._may_be_stale or (tensor if base is None else base).grad_fn is not None:
+        if not looks or (tensor if base is None else base).grad_fn is not None:
             return False
         self._look_up()
         return self._is_known(address)

@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import storm_client as storm
 import torch
 from storm_client import policy
 from storm_client.planner import OFFLOAD, Keep
 from storm_client.policy import Policy
+from support.following import follow_by
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
@@ -112,3 +114,24 @@ def test_a_hook_of_a_parameter_that_replaces_another_counts() -> None:
     of_model.refresh()
     assert isinstance(of_model.decide(other.weight.detach()), Keep)
     assert of_model.acts_on_gradients_early()
+
+
+def test_steps_that_compiled_code_follows_look_at_no_modules(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen first layers, or a batch that is saved, cost each step a look at all parameters."""
+    looks, look_up = [], Policy._look_up
+    monkeypatch.setattr(Policy, "_look_up", lambda self: looks.append(self) or look_up(self))
+    followed = follow_by("compiled", monkeypatch)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    offload, batch = client.offload(net, min_bytes=4096, budget=0.0), torch.ones(64, 64)
+    counts = []
+    for _ in range(12):
+        with offload:
+            loss = net(batch.clone()).sum()
+        loss.backward()
+        counts.append(len(looks))
+    assert counts[0] > 0
+    assert counts[-1] == counts[-4]
+    assert all(followed[-3:])
+    assert not followed.left
