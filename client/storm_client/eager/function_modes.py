@@ -4,8 +4,8 @@ In evaluation, where nothing needs a gradient, attention and encoder layers run 
 Its bits differ from those of the separate operations. The layers do not use it if
 `has_torch_function` reports a tensor that overrides PyTorch's functions, and it reports any active
 mode as one. So while a mode of ours is on, `has_torch_function` is replaced by a function that
-ignores our modes. At other times nothing of PyTorch is replaced, since TorchScript and Dynamo know
-the function object itself.
+ignores our modes. At other times nothing of PyTorch is replaced, since Dynamo knows the function
+object itself. So does TorchScript, for which ours is registered as the same builtin.
 
 No mode may be on when a thread enters compiled code: Dynamo would trace the mode, break the graph
 at each function, and run the functions one by one, with other bits than the graph has. So a mode
@@ -30,6 +30,7 @@ from types import FunctionType
 from typing import Any, Final, TypeGuard
 
 import torch
+from torch.jit._builtins import _register_builtin
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -236,6 +237,10 @@ def _has_any_besides(args: Iterable[Any]) -> bool:
     if not modes or not all(isinstance(mode, Watching) for mode in modes):
         return True
     return any(map(_overrides, args))
+
+
+# A block may be where a script compiles its attention layers: TorchScript would compile ours, too.
+_register_builtin(_has_any_besides, "aten::has_torch_function")
 
 
 def _overrides(argument: object) -> bool:

@@ -108,6 +108,22 @@ def test_they_have_them_in_a_compiled_step(device: str, client: storm.Client) ->
     assert torch.overrides.has_torch_function is has_torch_function
 
 
+def test_torchscript_compiles_attention_while_a_mode_watches(client: storm.Client) -> None:
+    torch.manual_seed(0)
+    net = nn.MultiheadAttention(24, 2)  # TorchScript compiles a class once for each width
+    x = seeded("cpu", 4, 2, 24)
+
+    def gradients(attention: Any) -> list[Tensor]:
+        net.zero_grad()
+        attention(x, x, x)[0].sum().backward()
+        return [parameter.grad.clone() for parameter in net.parameters()]  # type: ignore[union-attr]
+
+    expected = gradients(net)
+    with client.offload(net, min_bytes=1):
+        assert_identical(gradients(net), expected)
+        assert_identical(gradients(torch.jit.script(net)), expected)  # type: ignore[no-untyped-call]
+
+
 class Theirs(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
