@@ -2,18 +2,26 @@
 
 A step's own variables are found from its code. What else it reads is read by functions that it
 calls: a helper, a method of an object, a hook, a module's `forward`. A profile function sees each
-of them begin. What its code names is then looked up in its globals, its closure and the objects
-that it gets, and in what these hold. Looking up runs none of the user's code.
+of them begin. What its code names is then looked up in its globals, its closure, the modules that
+it imports and the objects that it gets, by arguments or from calls, and in what these hold. Looking
+up runs none of the user's code.
+
+What is compared: of a name, whether it exists and its value; of an object, its class, which
+attributes it has, and the values of those that code names; of a function, its code and defaults.
 """
 
 from __future__ import annotations
 
+import builtins
 import gc
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from importlib.util import resolve_name
+from logging import Logger
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -25,13 +33,14 @@ from types import (
     ModuleType,
 )
 from typing import Any, Final, NamedTuple, TypeAlias
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from storm_client.step.places import Places
-from storm_client.step.reachable import VALUES
+from storm_client.step.reachable import VALUES, is_iterator
 from storm_client.step.recording import is_of_a_capture
 from storm_client.step.refusals import leaves_behind
 from storm_client.step.variables import (
@@ -40,6 +49,7 @@ from storm_client.step.variables import (
     contents,
     globals_in,
     identified,
+    imported_in,
     is_plain,
     is_pytorchs,
     names_in,
@@ -53,6 +63,9 @@ __all__ = ["Called"]
 _LIBRARIES: Final = {"torch", "storm_client", "numpy", "sympy", *sys.stdlib_module_names}
 """Of their functions, only methods of objects that the step's own code has reached are looked at:
 what else PyTorch decides by is compared elsewhere."""
+
+_ASKING: Final = sys.stdlib_module_names - {"importlib", "linecache", "logging", "warnings"}
+"""Modules of Python's whose functions return what they ask for."""
 
 _IMPORTS: Final = ("importlib", "_frozen_importlib")
 
@@ -71,12 +84,16 @@ class _Place(NamedTuple):
     """Whether that is what was there."""
 
 
+class _Shape(tuple[Any, ...]):
+    """The classes of an object, and the names of its attributes."""
+
+
 class _Code(NamedTuple):
     code: CodeType
     names: list[str]
     """What it may read: variables, attributes, and texts that may be names."""
-    texts: frozenset[str]
-    """Those of its own texts that may be names."""
+    reads_all: bool
+    """Whether it may read all attributes of an object."""
 
 
 class Called:
@@ -87,6 +104,8 @@ class Called:
         """The globals of these functions, in which nothing of the capture's may be left."""
         self.changed: dict[str, Any] = {}
         """What has changed during the capture, by name, with what it became."""
+        self.asked: str | None = None
+        """What the step asks, such as a clock, whose next answer nothing tells."""
         self._found: list[_Place] = []
         """What is compared before each run."""
         self._places: dict[tuple[int, str], _Place] = {}
@@ -115,10 +134,37 @@ class Called:
                 self._note_given(frame, is_of_library=True)
         elif not self._is_importing(caller):
             self._note_given(frame, is_of_library=False)
+        self._look_at_pending()
+
+    def _look_at_pending(self) -> None:
         while self._pending:
             value = self._pending.popleft()
             if len(self._looked_into) < VALUES:
                 self._note_held(*value)
+
+    def note_result(self, frame: FrameType, value: Any) -> None:
+        """Note what a function returns or yields, of which its caller may read more."""
+        caller = frame.f_back
+        if caller is None or id(caller.f_code) not in self._codes:
+            return
+        is_own = not self._is_of_library(caller.f_globals)
+        if is_own and not _has(self._made, id(value), value) and not _leads_to_capture(value):
+            self._look_into(type(value).__name__, value, caller.f_code)
+            self._look_at_pending()
+
+    def note_asked(self, frame: FrameType, function: Any) -> None:
+        """Note that a function of C's is called that answers by more than what Python code holds.
+
+        What libraries ask is their own concern, unless the step's code has called one for it.
+        """
+        caller: FrameType | None = frame
+        while caller is not None and self._is_of_library(caller.f_globals):
+            if str(caller.f_globals.get("__name__")).split(".")[0] not in _ASKING:
+                return
+            caller = caller.f_back
+        if caller is not None:
+            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            self.asked = self.asked or f"{function.__qualname__}() at {where}"
 
     def conclude(self) -> None:
         """Find the closures, and note what has changed since the functions began."""
@@ -128,8 +174,10 @@ class Called:
             now = find()
             if now is _GONE or _leads_to_capture(now):  # `Places` looks for what a capture leaves
                 continue
+            if is_iterator(now):
+                self.asked = self.asked or f"the iterator {name!r}"
             if not is_same(now):
-                self.changed[name] = identified(now)
+                self.changed[name] = now if type(now) is _Shape else identified(now)
             found.append(_Place(name, find, _comparison(now)))
         self._found = found
         for table in (self._places, self._looked_into, self._reached, self._made, self._closures):
@@ -203,23 +251,31 @@ class Called:
             caller = caller.f_back
         return False
 
-    def _known(self, code: CodeType) -> _Code:
+    def _known(self, code: CodeType, *, is_own: bool = False) -> _Code:
         if id(code) not in self._codes:
-            texts = frozenset(texts_in(code))
-            names = list(dict.fromkeys((*names_in(code), *texts_in(code))))
-            self._codes[id(code)] = _Code(code, names, texts)
+            names = dict.fromkeys((*names_in(code), *texts_in(code)))
+            reads_all = is_own and bool(_READING_ALL & names.keys())
+            self._codes[id(code)] = _Code(code, list(names), reads_all)
         return self._codes[id(code)]
 
     def _note_globals(self, code: CodeType, table: dict[str, Any]) -> None:
         if id(code) in self._codes:
             return
-        self._known(code)  # so that its globals are noted once
+        names = self._known(code, is_own=True).names  # so that its globals are noted once
         module = str(table.get("__name__"))
         self.places.note([(module, table)], depth=0)
         for name in globals_in(code):
-            if name in table:
-                find = partial(table.get, name, _MISSING)
-                self._note(f"{module}.{name}", (id(table), name), find, code)
+            find = partial(_in_globals, table, name)
+            self._note(f"{module}.{name}", (id(table), name), find, code)
+        for name, level in imported_in(code):
+            full = resolve_name("." * level + name, table.get("__package__")) if level else name
+            for one in {full, full.split(".")[0]}:
+                self._note(
+                    one, (id(sys.modules), one), partial(_in_globals, sys.modules, one), code
+                )
+        if "getenv" in names:
+            find = partial(getattr, os.environ, "_data")
+            self._note("os.environ", (id(os.environ), "_data"), find, code)
 
     def _note(
         self, name: str, key: tuple[int, str], find: Callable[[], Any], code: CodeType
@@ -232,7 +288,9 @@ class Called:
 
     def _look_into(self, name: str, value: Any, code: CodeType) -> None:
         """Look into a value later, if it may hold others."""
-        if not (is_plain(value) or is_of_a_capture(value) or issubclass(type(value), torch.Tensor)):
+        if is_plain(value) and not table_of(value):
+            return
+        if not (is_of_a_capture(value) or issubclass(type(value), torch.Tensor)):
             self._pending.append((name, value, code))
 
     def _note_held(self, name: str, value: Any, code: CodeType) -> None:
@@ -249,49 +307,72 @@ class Called:
                     self._note(inner, (id(one), ""), partial(_itself, one), code)
                 else:
                     self._look_into(inner, one, code)
-        if self._is_own(value) or isinstance(value, _HOLDERS):
+        if self._is_own(value) or issubclass(type(value), _HOLDERS):
             self._note_bound(name, value, code)
-        elif not (isinstance(value, (type, ModuleType)) and is_pytorchs(value)):
-            for attribute in self._known(code).names:
+        elif not (issubclass(type(value), (type, ModuleType)) and is_pytorchs(value)):
+            names, table = self._known(code).names, self._note_shape(name, value)
+            if table is not None and self._known(code).reads_all:
+                names = list(dict.fromkeys((*names, *table)))
+            for attribute in names:
                 self._note_attribute(name, value, attribute, code)
+
+    def _note_shape(self, name: str, owner: Any) -> dict[str, Any] | None:
+        """Note an object's class, and which attributes they have; return the object's table."""
+        table = table_of(owner)
+        if issubclass(type(owner), ModuleType) or is_pytorchs(owner):
+            return None
+        if issubclass(type(owner), (nn.Module, Optimizer)):
+            table = None  # all their attributes are compared
+        for one in (owner, type(owner)) if table is not None else (type(owner),):
+            if (id(one), "{}") not in self._places and _may_get_attributes(one):
+                find = partial(_shape, reference(one))
+                self._places[id(one), "{}"] = _Place(name, find, _comparison(find()))
+        return table if type(table) is dict else None
 
     def _note_bound(self, name: str, value: Any, code: CodeType) -> None:
         """Note what a function has besides its variables, or an object of C's has bound."""
         if isinstance(value, _CACHED):
             self._caches.append(value)
+        if isinstance(value, FunctionType):
+            find = partial(_code_of, reference(value))
+            self._places[id(value), "code"] = _Place(f"{name}: its code", find, _comparison(find()))
         find = partial(_held_by, reference(value))
-        if any(find()):
+        if find():
             self._note(name, (id(value), "()"), find, code)
 
     def _note_attribute(self, name: str, owner: Any, key: str, code: CodeType) -> None:
         table = table_of(owner)
         name = f"{name}.{key}"
-        if table is not None and key in table and not isinstance(owner, type):
-            if isinstance(owner, (nn.Module, Optimizer)):
-                # Its attributes are compared, not what they lead to.
-                if key not in _TABLES_OF_OPTIMIZERS:
-                    self._look_into(name, table[key], code)
-            else:
-                self._note(name, (id(owner), key), partial(_in_table, reference(owner), key), code)
+        if key in _OF_LOGGERS and issubclass(type(owner), Logger):
             return
-        for kind in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        if table is None or key not in table or isinstance(owner, type):
+            self._note_in_class(name, owner, key, code)
+        elif not isinstance(owner, (nn.Module, Optimizer)):
+            self._note(name, (id(owner), key), partial(_in_table, reference(owner), key), code)
+        elif key not in _TABLES_OF_OPTIMIZERS:  # its attributes are compared, not what these hold
+            self._look_into(name, table[key], code)
+        elif key == "param_groups":
+            settings = (one for group in table[key] for one in group.items())
+            for inner, one in settings:
+                if inner != "params":
+                    self._look_into(f"{name}[{inner!r}]", one, code)
+
+    def _note_in_class(self, name: str, owner: Any, key: str, code: CodeType) -> None:
+        """Note an attribute that an object has by its class, or a class by itself or its own."""
+        is_class = isinstance(owner, type)
+        kinds = (*owner.__mro__, *type(owner).__mro__) if is_class else type(owner).__mro__
+        for kind in kinds:
             if key not in kind.__dict__:
                 continue
             found = kind.__dict__[key]
             if isinstance(found, MemberDescriptorType):  # one of __slots__
-                find = partial(_in_slot, reference(owner), found)
-                self._note(name, (id(owner), key), find, code)
+                if not is_class:
+                    find = partial(_in_slot, reference(owner), found)
+                    self._note(name, (id(owner), key), find, code)
             elif not hasattr(type(found), "__get__") or self._is_own(found):
                 find = partial(kind.__dict__.get, key, _MISSING)
                 self._note(name, (id(kind), key), find, code)
-                break
             return
-        else:
-            if key not in self._known(code).texts:
-                return
-        if type(table) is dict and not isinstance(owner, (nn.Module, ModuleType)):
-            # The object's own may get this name: it hides the class's, and `hasattr` may ask.
-            self._note(name, (id(owner), key), partial(_in_table, reference(owner), key), code)
 
     def _note_closures(self) -> None:
         """Note the cells of the functions that have run, which only their functions lead to."""
@@ -309,14 +390,24 @@ class Called:
                         self._places.setdefault((id(cells[name]), ""), place)
 
 
+_OF_LOGGERS = ("_cache", "manager")
+"""What loggers compute of their levels whenever they are asked, and what leads to all loggers."""
+
+_READING_ALL = frozenset(("__dict__", "asdict", "astuple", "dir", "fields", "vars"))
+"""Names by which code reads all attributes of an object."""
+
 _TABLES_OF_OPTIMIZERS = ("defaults", "param_groups", "state")
 """Those that are compared one by one."""
 
-_HOLDERS = (
+_HOLDERS: tuple[type, ...] = (
     BuiltinMethodType,
     MappingProxyType,
     MethodType,
     partial,
+    ReferenceType,
+    type({}.items()),
+    type({}.keys()),
+    type({}.values()),
     _CACHED := type(lru_cache(len)),
 )
 """Types whose objects hold others in no attribute of Python's."""
@@ -328,8 +419,9 @@ def _held_by(find: Callable[[], Any]) -> Any:
     if value is None:
         return _GONE
     if isinstance(value, FunctionType):
-        return [value.__defaults__, value.__kwdefaults__, value.__dict__]
-    held = gc.get_referents(value)
+        held = [value.__defaults__, value.__kwdefaults__, value.__dict__]
+        return held if any(held) else []
+    held = [value()] if isinstance(value, ReferenceType) else gc.get_referents(value)
     if isinstance(value, _CACHED):  # each hit changes the order of the rest
         return [one for one in held if type(one) is dict]
     return [one for one in held if not isinstance(one, (type, ModuleType))]
@@ -342,6 +434,8 @@ def _comparison(value: Any) -> Comparison:
         return lambda now: now is value or identified(now) == form
     if _leads_to_capture(value):  # `Places` looks for what a capture leaves
         return lambda _: True
+    if type(value) is _Shape:
+        return lambda now: now == value
     if issubclass(type(value), CONTAINERS):
         form = identified(value)
         return lambda now: identified(now) == form
@@ -368,6 +462,32 @@ def _fits(cell: Any, value: Any) -> bool:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _may_get_attributes(owner: Any) -> bool:
+    """Return whether a script may add attributes to an object or a class, and code ask for them."""
+    if isinstance(owner, type):
+        return str(owner.__module__).split(".")[0] not in _LIBRARIES
+    table = table_of(owner)
+    return bool(table) or (type(table) is dict and _may_get_attributes(type(owner)))
+
+
+def _in_globals(table: dict[str, Any], name: str) -> Any:
+    return table[name] if name in table else builtins.__dict__.get(name, _MISSING)
+
+
+def _code_of(find: Callable[[], Any]) -> Any:
+    function = find()
+    return function.__code__ if isinstance(function, FunctionType) else _GONE
+
+
+def _shape(find: Callable[[], Any]) -> Any:
+    """Return the class of an object, or the bases of a class, and the names of its attributes."""
+    owner = find()
+    if owner is None:
+        return _GONE
+    kinds = owner.__mro__ if isinstance(owner, type) else (type(owner),)
+    return _Shape((*kinds, *(table_of(owner) or ())))
 
 
 def _in_table(find: Callable[[], Any], key: str) -> Any:

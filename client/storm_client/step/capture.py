@@ -74,7 +74,8 @@ def capture(
             tables.record_module(module)
         for optimizer in variables_of_type(step, Optimizer):
             tables.record_optimizer(optimizer)
-        with draws.watching(captured.called.note):
+        called = captured.called
+        with draws.watching(called.note, called.note_result, called.note_asked):
             returned = _returned(step, arguments, options)
         draws.check()
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
@@ -168,7 +169,8 @@ class _Watcher(Watching):
                 self.captured.recording.record_leaf(tensor)
         if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
             return self.call_inside(_deeply_copied, *args)
-        if args and isinstance(args[0], torch.Tensor) and not _is_made(args[0]):
+        is_asked = bool(args) and isinstance(args[0], torch.Tensor) and not _is_made(args[0])
+        if is_asked:
             self.captured.recording.record_asked(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
@@ -179,7 +181,10 @@ class _Watcher(Watching):
                 return self.captured.recording.run(overload, args, options)
         if func in _RUNNING_HOOKS:
             return self.call_inside(_RUNNING_HOOKS[func], *args, **options)
-        return as_float(self.interrupts.run(func, *args, **options))
+        found = self.interrupts.run(func, *args, **options)
+        if is_asked and not options:
+            self.captured.recording.record_answer(func, args, found)
+        return as_float(found)
 
 
 _READ_PAST_OPERATIONS = (

@@ -142,10 +142,11 @@ class CompiledStep:
         for prepared in reversed(alike):
             values = prepared.state.values(leaves)
             if values is not None:
-                if not prepared.is_confirmed:
-                    captured = self._capture(arguments, options, leaves, known)
-                    _compare(prepared, prepared.record.difference(values, Record(captured)))
                 if prepared.is_confirmed:
+                    return prepared, values
+                captured = self._capture(arguments, options, leaves, known)
+                if _does_the_same(prepared, prepared.record.difference(values, Record(captured))):
+                    self._confirm(prepared, captured)
                     return prepared, values
                 break
         differs = (
@@ -154,13 +155,10 @@ class CompiledStep:
         is_second = captured is not None
         captured = captured or self._capture(arguments, options, leaves, known)
         prepared = self._prepare(key, captured, leaves, is_second=is_second)
-        if differs and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "stormd: %s is captured again and again, which takes as long as its first call: "
-                "%s differs between calls. Pass it as a tensor, or read it outside of the step.",
-                getattr(self._step, "__qualname__", "the step"),
-                differs[0],
+        if differs:
+            self._warn(
+                f"and again: {differs[0]} differs between calls. Pass it as a tensor, or read it "
+                "outside of the step."
             )
         values = prepared.state.values(leaves)
         if values is None:
@@ -169,6 +167,26 @@ class CompiledStep:
                 "be used; leave counters and switches to what calls it"
             )
         return prepared, values
+
+    def _confirm(self, prepared: _Prepared, later: Captured) -> None:
+        """Let a capture run again, unless it asks what only each call of the step could tell."""
+        asked = prepared.program.captured.called.asked or later.called.asked
+        prepared.is_confirmed = asked is None
+        if asked is not None:
+            self._warn(
+                f"at each call, because it asks {asked}, whose answer stormd cannot compare. Ask "
+                "outside of the step, and pass the answer as an argument."
+            )
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            name = getattr(self._step, "__qualname__", "the step")
+            log.warning(
+                "stormd: %s is captured again %s A capture takes as long as the first call.",
+                name,
+                why,
+            )
 
     def _capture(
         self,
@@ -250,19 +268,19 @@ class CompiledStep:
         )
 
 
-def _compare(prepared: _Prepared, differs: str | None) -> None:
-    """Note whether a second capture has recorded the same as the one that may run again.
+def _does_the_same(prepared: _Prepared, differs: str | None) -> bool:
+    """Return whether a second capture has recorded the same as the one that may run again.
 
     What only a first call does, such as filling a table, makes one difference. The second capture
     runs then.
     """
-    prepared.is_confirmed = differs is None
     if differs is not None and prepared.is_second:
         raise UsageError(
             f"the step does not do the same in each call ({differs}), though nothing that "
             "stormd compares has changed: it reads a clock, a file, an iterator or something "
             "else that only its capture would read; pass that as an argument"
         )
+    return differs is None
 
 
 def _check_changed(captured: Captured, known: list[Captured]) -> None:

@@ -47,6 +47,18 @@ _DRAWING: Final = ("random", "getrandbits", "seed")
 """All methods by which Python's generators draw. `setstate` is none: Dynamo sets states that it
 found."""
 
+_OUTSIDE: Final = {
+    *("_io", "_multiprocessing", "_queue", "_socket", "_thread", "datetime"),
+    *("io", "mmap", "posix", "select", "time"),
+}
+"""Modules of C's that ask the system, or hold what other threads and processes change."""
+
+_TELLING_NOTHING: Final = {
+    *("acquire", "allocate_lock", "close", "flush", "fspath", "get_ident", "perf_counter"),
+    *("perf_counter_ns", "put", "release", "sleep", "start_new_thread", "write", "writelines"),
+}
+"""Functions of theirs, and clocks for measuring, by which a step does not decide."""
+
 _SETTING: Final = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 """The methods of PyTorch's generators that change them, which `generators.py` detects."""
 
@@ -150,9 +162,15 @@ class Draws:
             self._generators[id(generator)] = name, generator, state_of(generator)
 
     @contextmanager
-    def watching(self, on_call: Callable[[FrameType], object]) -> Iterator[None]:
-        """Detect draws from Python's generators in this thread, and report functions that begin."""
-        before, self._on_call = sys.getprofile(), on_call
+    def watching(
+        self,
+        on_call: Callable[[FrameType], object],
+        on_return: Callable[[FrameType, Any], object],
+        on_asked: Callable[[FrameType, Any], object],
+    ) -> Iterator[None]:
+        """Detect draws from Python's generators in this thread; report calls and their results."""
+        before = sys.getprofile()
+        self._on_call, self._on_return, self._on_asked = on_call, on_return, on_asked
         sys.setprofile(self._on_event)
         try:
             yield
@@ -163,9 +181,15 @@ class Draws:
     def _on_event(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "call":
             self._on_call(frame)
+        if event == "return":
+            self._on_return(frame, called)
         if event != "c_call":
             return
         owner = getattr(called, "__self__", None)
+        of = called.__module__ or (owner if isinstance(owner, type) else type(owner)).__module__
+        name = called.__name__
+        if of in _OUTSIDE and name not in _TELLING_NOTHING and not name.startswith("_"):
+            self._on_asked(frame, called)
         if isinstance(owner, torch.Generator) and called.__name__ not in _SETTING:
             self._check_reader(frame)
         if isinstance(owner, random.Random) and called.__name__ in _DRAWING:

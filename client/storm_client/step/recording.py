@@ -15,8 +15,9 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -45,8 +46,9 @@ from storm_client.step.recurrent import (
 )
 from storm_client.step.refusals import data_dependent, not_in_place, script_line
 from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
+from storm_client.step.variables import is_plain
 
-__all__ = ["Outside", "Recorder", "Recording", "is_of_a_capture"]
+__all__ = ["Outside", "Question", "Recorder", "Recording", "is_of_a_capture"]
 
 _NODE = "_stormd_node"
 """The attribute of a fake tensor that holds its node. A table would have to keep the tensors alive,
@@ -64,6 +66,14 @@ _VIEWS = {
 """Views whose schemas declare no alias, so that autograd counts no writes to them, and the same
 views with schemas that declare it. A GRU writes to slices of its gates this way."""
 
+_COMPARED = {
+    *("__len__", "device", "dim", "dtype", "element_size", "get_device", "grad", "is_complex"),
+    *("is_contiguous", "is_cpu", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_sparse"),
+    *("itemsize", "layout", "nbytes", "ndim", "ndimension", "nelement", "numel", "requires_grad"),
+    *("shape", "size", "stride"),
+}
+"""What follows from the properties that are compared of each tensor."""
+
 _UNMET = "Expected Tensor with single nonzero value, but got zero"
 """What `_assert_async` says. Inductor drops it, except with a message."""
 
@@ -77,6 +87,14 @@ class Outside:
     node: fx.Node
     argument: int | None = None
     """Its index among the step's tensor arguments; None for other tensors."""
+
+
+class Question(NamedTuple):
+    """What a step asks of a tensor from before it, such as its version."""
+
+    tensor: torch.Tensor
+    ask: Callable[[torch.Tensor], Any]
+    answer: Any
 
 
 @dataclass(eq=False)
@@ -100,6 +118,9 @@ class Recording:
     asked: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """Tensors from before the step that it asks for anything or changes, by id, with their
     `requires_grad` before the step."""
+
+    questions: dict[str, Question] = field(default_factory=dict)
+    """What else the step asks of tensors from before it, besides what `State` compares of all."""
 
     def __post_init__(self) -> None:
         self.root = self.graph.create_node("get_attr", "stormd_begin")
@@ -141,6 +162,18 @@ class Recording:
         known = self.outside.get(id(tensor))
         if tensor.layout is torch.strided and (known is None or known.argument is None):
             self.asked.setdefault(id(tensor), (tensor, tensor.requires_grad))
+
+    def record_answer(self, function: Any, given: tuple[Any, ...], answer: Any) -> None:
+        """Note what a function answers of a tensor, if that is no tensor."""
+        tensor, *others = given
+        name = getattr(function, "__name__", "")
+        is_property = name == "__get__"
+        if is_property:
+            name = function.__self__.__name__
+        is_answer = type(answer) in (bool, int, float, str) or (is_property and answer is None)
+        if is_answer and name not in _COMPARED and all(map(is_plain, others)):
+            ask = lambda now: function(now, *others)  # noqa: E731
+            self.questions[f"{id(tensor)} {name} {others}"] = Question(tensor, ask, answer)
 
     def number(self, value: float) -> Any:
         """Return a symbolic number that the graph takes as an input."""

@@ -1,8 +1,8 @@
 """Compares two captures of a step, to find what has changed between two calls.
 
-`called.py` and `variables.py` compare what a step's code names. Code may read more than that: a
-clock, a file, an iterator that a helper advances, what C code keeps. So a capture is run again only
-after a later one has recorded the same.
+`called.py` and `variables.py` compare what a step's code names. Code may read more than that, as
+what C code keeps. So a capture is run again only after a later one has recorded the same. One that
+is seen to ask a clock, a file, a queue or an iterator is not run again: its code runs in each call.
 """
 
 from __future__ import annotations

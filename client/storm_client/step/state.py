@@ -22,12 +22,13 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
+from torch.overrides import _get_current_function_mode_stack
 
 from storm_client.eager.settings import deciding_settings, kinds_of_casts
 from storm_client.step.captured import VARYING_SETTINGS, Captured, is_varying
 from storm_client.step.scalars import evaluate
 from storm_client.step.variables import (
-    are_plain,
+    are_themselves,
     attributes,
     identified,
     is_plain,
@@ -112,7 +113,7 @@ class State:
         self.step = step
         self._accumulating = _accumulating(one for one, _ in captured.recording.leaves.values())
         self._attributes_known: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
-        """The last attributes of modules that have only plain ones, by the module's number."""
+        """The last attributes of modules that have no containers, by the module's number."""
         self._places: list[tuple[int, int]] = []
         """The tensors' ids and addresses when their memory sharing was last found unchanged."""
         self.sharing = self._sharing(tensors, [held.slot(tensors) for held in self.held])
@@ -133,7 +134,7 @@ class State:
         found += [
             (
                 module.training,
-                identified(type(module).forward),
+                type(module),
                 _ids(module._modules),
                 of_parameters(module),
                 [(key, one is None) for key, one in module._buffers.items()],
@@ -141,6 +142,8 @@ class State:
             )
             for number, module in enumerate(self.captured.modules)
         ]
+        kinds = {type(module): None for module in self.captured.modules}
+        found += [identified(kind.forward) for kind in kinds]
         found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
         trained = self.captured.recording.leaves.values()
         found += [_hooks(leaf, _HOOKS_OF_LEAVES) for leaf, _ in trained]
@@ -159,7 +162,7 @@ class State:
         if known and len(known[0]) == len(values) and all(map(is_, known[0], values)):
             return known[1]
         found = attributes(module)
-        if are_plain(module):
+        if are_themselves(module):
             self._attributes_known[number] = values, found
         return found
 
@@ -225,13 +228,25 @@ class State:
             return None
         for node, number in self.arguments:
             found[node] = tensors[number]
+        return found if self._are_as_asked(found) else None
+
+    def _are_as_asked(self, found: Mapping[fx.Node, Any]) -> bool:
+        """Return whether tensors have gradients as before, and answer what the step asks of them.
+
+        `found` are the values of the graph's inputs.
+        """
         outside = self.captured.recording.outside
-        for tensor, had_none in self.gradients:
+
+        def present(tensor: torch.Tensor) -> torch.Tensor:
             known = outside.get(id(tensor))
-            now = tensor if known is None else found[known.node]
-            if (now.grad is None) is not had_none:
-                return None
-        return found
+            return tensor if known is None else found[known.node]
+
+        return all(
+            (present(one).grad is None) is had_none for one, had_none in self.gradients
+        ) and all(
+            one.ask(present(one.tensor)) == one.answer
+            for one in self.captured.recording.questions.values()
+        )
 
 
 def _tensors_in(leaves: Sequence[object]) -> list[torch.Tensor]:
@@ -251,8 +266,8 @@ def described(leaf: object) -> Any:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    place = tensor.stride(), tensor.device
-    return tensor.shape, tensor.dtype, tensor.requires_grad, *place, of_tensor(tensor)
+    added = of_tensor(tensor)
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride(), tensor.device, added
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -264,9 +279,17 @@ def surroundings() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
         bool(parametrize._cache_enabled),
+        torch.backends.mha.get_fastpath_enabled(),
+        _modes(),
         *deciding_settings(),
         *map(_of_others, _HOOKS_OF_ALL),
     )
+
+
+def _modes() -> list[tuple[type, Any]]:
+    """Return the kinds of the modes that override PyTorch's functions around a call."""
+    around = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [(type(one), getattr(one, "device", None)) for one in around]
 
 
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (

@@ -7,14 +7,17 @@ counts as another.
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, ItemsView, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
+from mmap import mmap
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -37,7 +40,7 @@ __all__ = [
     "CONTENTS",
     "CONTENT_BYTES",
     "NO_STATE",
-    "are_plain",
+    "are_themselves",
     "attributes",
     "code_of",
     "compared_variables",
@@ -45,6 +48,7 @@ __all__ = [
     "functions_of",
     "globals_in",
     "identified",
+    "imported_in",
     "is_plain",
     "is_pytorchs",
     "is_value",
@@ -71,7 +75,10 @@ _PLAIN = (
     str,
     bytes,
     type(None),
-    np.generic,
+    np.number,
+    np.bool_,
+    np.character,
+    np.datetime64,
     torch.dtype,
     torch.device,
     torch.layout,
@@ -171,6 +178,7 @@ def compared_variables(
     """Yield all variables and arguments of a function that are compared, with their names."""
     for number, (function, owner) in enumerate(functions_of(step)):
         before = "decorated: " * number
+        yield f"{before}its code", function.__code__
         names = _names(function)
         for name, value in _surrounding(function, owner):
             yield from _look_at(before + name, value, names)
@@ -251,6 +259,17 @@ def globals_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+@lru_cache(maxsize=1024)
+def imported_in(code: CodeType) -> tuple[tuple[str, int], ...]:
+    """Return the names of the modules that code may import, each with the level of the import."""
+    found = list(dis.get_instructions(code))
+    return tuple(
+        (one.argval, level.argval)
+        for level, _, one in zip(found, found[1:], found[2:], strict=False)
+        if one.opname == "IMPORT_NAME"
+    )
+
+
 def texts_in(code: CodeType) -> Iterator[str]:
     """Yield the texts in code that may be names, as in `getattr(settings, "scale")`."""
     for one in code.co_consts:
@@ -313,7 +332,7 @@ def table_of(owner: object) -> Any:
         return threading.local.__getattribute__(owner, "__dict__")
     for kind in type(owner).__mro__:
         found = kind.__dict__.get("__dict__")
-        if isinstance(found, (GetSetDescriptorType, MemberDescriptorType)):
+        if found is not None and isinstance(found, (GetSetDescriptorType, MemberDescriptorType)):
             return found.__get__(owner)
     return None
 
@@ -385,10 +404,12 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return {key: identified(value) for key, value in own_attributes(module).items()}
 
 
-def are_plain(module: nn.Module) -> bool:
-    """Return whether all of a module's attributes are plain values, which never change in place."""
-    return all(
-        is_plain(value) for key, value in module.__dict__.items() if key not in _EVERY_MODULES
+def are_themselves(module: nn.Module) -> bool:
+    """Return whether a module's attributes are compared as objects, whatever these hold."""
+    return not any(
+        issubclass(type(value), (dict, list, set, deque, np.ndarray, torch.Tensor, *_MEMORY))
+        for key, value in module.__dict__.items()
+        if key not in _EVERY_MODULES
     )
 
 
@@ -429,20 +450,30 @@ def of_optimizer(optimizer: Optimizer) -> dict[tuple[Any, str], Any]:
 
 # --- of values ----------------------------------------------------------------------------------
 
-CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
+_MEMORY: tuple[Any, ...] = (
+    array,
+    bytearray,
+    memoryview,
+    mmap,
+    ctypes.Structure.__base__,
+    np.void,
+)
+"""Types that have bytes instead of items."""
+
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray, *_MEMORY)
 
 
 def identified(value: object) -> Any:
     """Return a form of a value that differs for another value, or once its contents change."""
-    if isinstance(value, np.ndarray):
-        return _array(value)
+    if isinstance(value, (np.ndarray, *_MEMORY)):
+        return _bytes(value)
     if not isinstance(value, (dict, list, set, frozenset, deque)):
         return _alone(value)
     if len(value) > CONTENTS:
-        members = chain(value, dict.values(value)) if isinstance(value, dict) else value
+        members = chain.from_iterable(_items(value)) if isinstance(value, dict) else value
         return _Same(value), len(value), hash(tuple(map(id, islice(members, ITEMS))))
     if isinstance(value, dict):
-        return type(value), [(_alone(key), _alone(one)) for key, one in dict.items(value)]
+        return type(value), [(_alone(key), _alone(one)) for key, one in _items(value)]
     if isinstance(value, (set, frozenset)):
         return type(value), _members(value)
     return type(value), list(map(_alone, value))
@@ -454,6 +485,8 @@ def contents(name: str, value: object) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{text_of(key):.40}]", one) for key, one in dict.items(value))
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        yield from contents(name, value.ravel().tolist())
 
 
 def text_of(key: object) -> str:
@@ -491,7 +524,15 @@ def _members(value: set[Any] | frozenset[Any]) -> Any:
     return set(map(_alone, plain)), sorted(map(id, others))
 
 
-def _array(value: np.ndarray[Any, Any]) -> Any:
-    if value.nbytes > CONTENT_BYTES or value.dtype.hasobject:
-        return _Same(value), value.shape
-    return value.dtype, value.shape, value.tobytes()
+def _bytes(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return value.shape, identified(value.ravel().tolist())
+    array = np.asarray(memoryview(value))  # of ctypes, arrays, and NumPy's records
+    if array.nbytes > CONTENT_BYTES:
+        return _Same(value), array.shape
+    return type(value), array.dtype, array.shape, array.tobytes()
+
+
+def _items(value: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """Return a dict's items in its order, without running its own code."""
+    return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import logging
+import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import SimpleNamespace
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +51,40 @@ class Settings:
         return float(self.held["scale"])
 
     __call__ = __float__ = value
+
+
+class Registry:
+    """Gives objects out that its user reads."""
+
+    def __init__(self, **held: Any) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[name]
+
+
+class Held:
+    """An object with an attribute."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Kind(type):
+    """A class of classes, which has an attribute for all of them."""
+
+    common = 1.0
+
+
+class OfKind(metaclass=Kind):
+    """One of them."""
+
+
+@dataclass(slots=True)
+class Slots:
+    """An object whose class is asked for, too."""
+
+    size: float = 1.0
 
 
 class Net(nn.Module):
@@ -89,6 +129,11 @@ class Job:
         self.local.scale, self.box = 1.0, [1.0]
         self.tree: dict[str, Any] = {"loss": {"scale": 1.0}, "mask": {"of": torch.ones(4)}}
         self.bound = self.closure(1.0)
+        self.held, self.slots = Held(), Slots()
+        self.registry, self.weak = Registry(one=self.held), weakref.ref(self.held)
+        self.values = weakref.WeakValueDictionary({"one": self.held})
+        self.memory, self.view = ctypes.c_double(1.0), self.tree["loss"].values()
+        self.mask = torch.ones(4)
 
     def closure(self, scale: float) -> tuple[Callable[[], float], Callable[[float], None]]:
         def get() -> float:
@@ -112,6 +157,43 @@ def set_held(job: Job, value: float) -> None:
 
 def set_loss(job: Job, value: float) -> None:
     job.tree["loss"]["scale"] = value
+
+
+def set_in_held(job: Job, value: float) -> None:
+    job.held.scale = value
+
+
+def imported() -> float:
+    import storm_test_settings  # type: ignore[import-not-found]
+    from storm_test_settings import scale
+
+    return float(scale + storm_test_settings.scale)
+
+
+def added_to(owner: Any) -> float:
+    try:
+        return float(owner.added)
+    except AttributeError:
+        return 1.0
+
+
+def added_global() -> float:
+    try:
+        return ADDED  # type: ignore[name-defined,no-any-return]
+    except NameError:
+        return 1.0
+
+
+def replaced() -> float:
+    return 1.0
+
+
+def of_slots(slots: Any) -> float:
+    return float(slots.size) if isinstance(slots, Slots) else 0.0
+
+
+def set_code(job: Job, value: float) -> None:
+    replaced.__code__ = eval(f"lambda: {value}").__code__
 
 
 def weigh(settings: Any) -> float:
@@ -169,6 +251,41 @@ READS: dict[str, tuple[Callable[[Job, Tensor], Any], Callable[[Job, float], obje
     "a closure": (lambda job, _: job.bound[0](), lambda job, value: job.bound[1](value)),
     "a thread's": (lambda job, _: job.local.scale, lambda job, v: setattr(job.local, "scale", v)),
     "a context's": (lambda *_: VARIABLE.get(), lambda _, value: VARIABLE.set(value)),
+    "what an object gives out": (lambda job, _: job.registry["one"].scale, set_in_held),
+    "a weak reference": (lambda job, _: job.weak().scale, set_in_held),
+    "a weak table": (lambda job, _: job.values["one"].scale, set_in_held),
+    "all attributes": (lambda job, _: sum(vars(job.held).values()), set_in_held),
+    "an attribute that is added": (
+        lambda job, _: added_to(job.held),
+        lambda job, value: setattr(job.held, "added", value),
+    ),
+    "a global that is added": (
+        lambda *_: added_global(),
+        lambda _, value: globals().update(ADDED=value),
+    ),
+    "slots": (
+        lambda job, _: of_slots(job.slots),
+        lambda job, value: setattr(job.slots, "size", value),
+    ),
+    "a class of classes": (
+        lambda *_: OfKind.common,
+        lambda _, value: setattr(Kind, "common", value),
+    ),
+    "memory": (
+        lambda job, _: job.memory.value,
+        lambda job, value: setattr(job.memory, "value", value),
+    ),
+    "a view of a table": (lambda job, _: sum(job.view), set_loss),
+    "a module that is imported": (
+        lambda *_: imported(),
+        lambda _, value: setattr(sys.modules["storm_test_settings"], "scale", value),
+    ),
+    "the environment": (
+        lambda *_: float(os.getenv("STORM_TEST_SCALE", "1")),
+        lambda _, value: os.environ.update(STORM_TEST_SCALE=str(value)),
+    ),
+    "code": (lambda *_: replaced(), set_code),
+    "a tensor's version": (lambda job, _: job.mask._version, lambda job, _: job.mask.add_(1.0)),
     "a model's settings": (lambda *_: 1, lambda job, v: setattr(job.net.config, "scale", v)),
     "a model's class": (lambda *_: 1, lambda job, v: setattr(job.net, "shared", v)),
     "a global of a model's": (lambda *_: 1, set_scale),
@@ -183,6 +300,10 @@ READS: dict[str, tuple[Callable[[Job, Tensor], Any], Callable[[Job, float], obje
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setattr(Reversed, "scale", 1.0)
+    monkeypatch.setattr(Kind, "common", 1.0)
+    monkeypatch.setattr(replaced, "__code__", replaced.__code__)
+    monkeypatch.setitem(sys.modules, "storm_test_settings", ModuleType("storm_test_settings"))
+    monkeypatch.setenv("STORM_TEST_SCALE", "1")
     VARIABLE.set(1.0)
 
 
@@ -193,7 +314,11 @@ def test_what_a_called_function_reads_takes_effect(name: str, wrap: Wrap) -> Non
     for way in (wrap, lambda step: step):
         job, found = Job(), list[Any]()
         set_scale(job, 1.0)
-        Reversed.scale = 1.0
+        Reversed.scale = Kind.common = 1.0
+        sys.modules["storm_test_settings"].scale = 1.0  # type: ignore[attr-defined]
+        os.environ["STORM_TEST_SCALE"] = "1"
+        globals().pop("ADDED", None)
+        set_code(job, 1.0)
         VARIABLE.set(1.0)
 
         def step(x: Tensor, job: Job = job) -> Tensor:
@@ -408,3 +533,49 @@ def halved(x: Tensor) -> Tensor:
 
 def halved_outside(x: Tensor) -> Tensor:
     return halved(x)
+
+
+def test_loggers_may_be_asked_for_their_levels(wrap: Wrap) -> None:
+    logger = logging.getLogger("storm_test")
+
+    def scale() -> float:
+        return 2.0 if logger.isEnabledFor(logging.DEBUG) else 1.0
+
+    call, x = wrap(lambda x: x * scale()), torch.ones(4)
+    for level in (logging.INFO, logging.INFO, logging.DEBUG, logging.INFO):
+        logger.setLevel(level)
+        assert_identical([call(x)], [x * scale()])
+
+
+class Scaled(torch.optim.Optimizer):
+    """Has a table in a table among its settings."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "scales": {"of": {"all": 1.0}}})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad, alpha=group["lr"] * group["scales"]["of"]["all"])
+
+
+def test_what_a_setting_of_an_optimizer_holds_takes_effect(wrap: Wrap) -> None:
+    results = []
+    for way in (wrap, lambda step: step):
+        net = nn.Linear(4, 4)
+        nn.init.ones_(net.weight)
+        nn.init.ones_(net.bias)
+        optimizer = Scaled(net.parameters())
+
+        def step(x: Tensor, net: nn.Module = net, optimizer: Scaled = optimizer) -> None:
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call = way(step)
+        for number in range(4):
+            call(seeded("cpu", 2, 4, seed=number))
+            optimizer.param_groups[0]["scales"]["of"]["all"] = number + 2.0
+        results.append([net.weight.detach()])
+    assert_identical(*results)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from array import array
 from collections.abc import Callable
 from functools import lru_cache, partial
 from operator import getitem
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
 
 import pytest
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 Wrap = Callable[..., CompiledStep]
 
 COUNT = itertools.count(2)
-MANY = array("d", range(1, 9))
+MANY = SimpleQueue[float]()
+for _number in range(1, 9):
+    MANY.put(float(_number))
 
 
 def read(folder: Path) -> float:
@@ -35,7 +37,7 @@ def read(folder: Path) -> float:
 
 UNSEEN: dict[str, Callable[[Path], float]] = {
     "an iterator of a helper's": lambda _: float(next(COUNT)),
-    "an array": lambda _: MANY.pop(),
+    "a queue": lambda _: MANY.get(),
     "a clock": lambda _: time.perf_counter(),
     "a file": read,
 }
@@ -80,6 +82,33 @@ def test_what_only_a_first_call_does_differently_is_not_refused(wrap: Wrap, tmp_
     call, x = wrap(step), seeded("cpu", 4)
     for expected in (2.0, 1.0, 1.0, 1.0):
         assert_identical([call(x)], [x * expected])
+
+
+ASKED: dict[str, Callable[[Path, int], float]] = {
+    "a file": lambda folder, _: 2.0 if (folder / "late").exists() else 1.0,
+    "a clock": lambda *_: 2.0 if time.monotonic() < 0 else 1.0,
+    "an iterator of a helper's": lambda _, turn: float(next(COUNT) > 0) * turn,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_step_that_asks_what_nothing_tells_runs_its_code_in_each_call(
+    name: str, wrap: Wrap, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = SimpleQueue[int]()
+
+    def ask() -> float:
+        runs.put(1)
+        return ASKED[name](tmp_path, 1)
+
+    call, x = wrap(lambda x: x * ask()), seeded("cpu", 4)
+    for number in range(5):
+        assert_identical([call(x)], [x * ASKED[name](tmp_path, 1)])
+        assert runs.qsize() == number + 1
+        if number == 2:
+            (tmp_path / "late").touch()
+    [message] = caplog.messages
+    assert "is captured again at each call, because it asks" in message
 
 
 @pytest.mark.parametrize("make", [object, lambda: lambda: 1])

@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 Wrap = Callable[..., CompiledStep]
 
@@ -1150,3 +1151,37 @@ def test_a_step_may_run_in_inference_mode(wrap: Wrap, monkeypatch: pytest.Monkey
         for _ in range(2):
             assert_identical([call(seeded("cpu", 8, 8))], [step(seeded("cpu", 8, 8))])
     assert call.stats().skipped["inference"] > 0
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles what is multiplied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found + found if func is torch.mul else found
+
+
+def test_a_mode_around_a_call_takes_effect(wrap: Wrap) -> None:
+    call, x = wrap(lambda x: torch.mul(x, 1.5)), torch.ones(4)
+    for mode in (nullcontext(), nullcontext(), Doubling(), Doubling(), nullcontext()):
+        with mode:
+            [found] = [call(x)]
+        assert_identical([found], [x * 1.5 * (1 + isinstance(mode, Doubling))])
+
+
+def test_a_step_whose_own_code_is_replaced_takes_effect(wrap: Wrap) -> None:
+    """As `%autoreload` does it."""
+
+    def step(x: Tensor) -> Tensor:
+        return x * 1.5
+
+    def other(x: Tensor) -> Tensor:
+        return x * 2.5
+
+    call, x = wrap(step), torch.ones(4)
+    for _ in range(2):
+        assert_identical([call(x)], [x * 1.5])
+    step.__code__ = other.__code__
+    assert_identical([call(x)], [x * 2.5])

@@ -27,6 +27,13 @@ def test_values_are_compared_by_value() -> None:
     assert identified(float("nan")) == identified(float("nan"))
     assert identified(1j) == identified(1j) != identified(-1j)
     assert identified(np.float32(0.1)) == identified(np.float32(0.1)) != identified(np.float32(1))
+    assert identified(bytearray(b"a")) == identified(bytearray(b"a")) != identified(bytearray(b"b"))
+    objects = [np.array([one, None], dtype=object) for one in (1, 2)]
+    assert identified(objects[0]) == identified(objects[0].copy()) != identified(objects[1])
+    ordered = OrderedDict(a=1, b=2)
+    before = identified(ordered)
+    ordered.move_to_end("a")
+    assert identified(ordered) != before
     assert identified({1, "a"}) == identified({"a", 1}) != identified({1, 2})
     assert identified(np.arange(3)) == identified(np.arange(3)) != identified(np.arange(1, 4))
     for held in (OrderedDict(a=1), Counter(a=1), defaultdict(int, a=1), deque([1]), {1}):
