@@ -269,10 +269,9 @@ class Called:
             self._note(f"{module}.{name}", (id(table), name), find, code)
         for name, level in imported_in(code):
             full = resolve_name("." * level + name, table.get("__package__")) if level else name
-            for one in {full, full.split(".")[0]}:
-                self._note(
-                    one, (id(sys.modules), one), partial(_in_globals, sys.modules, one), code
-                )
+            for one in (full, full.split(".")[0]):
+                find = partial(sys.modules.get, one, _MISSING)
+                self._note(one, (id(sys.modules), one), find, code)
         if "getenv" in names:
             find = partial(getattr, os.environ, "_data")
             self._note("os.environ", (id(os.environ), "_data"), find, code)

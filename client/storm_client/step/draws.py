@@ -185,14 +185,13 @@ class Draws:
             self._on_return(frame, called)
         if event != "c_call":
             return
-        owner = getattr(called, "__self__", None)
+        name, owner = called.__name__, getattr(called, "__self__", None)
         of = called.__module__ or (owner if isinstance(owner, type) else type(owner)).__module__
-        name = called.__name__
         if of in _OUTSIDE and name not in _TELLING_NOTHING and not name.startswith("_"):
             self._on_asked(frame, called)
-        if isinstance(owner, torch.Generator) and called.__name__ not in _SETTING:
+        if isinstance(owner, torch.Generator) and name not in _SETTING:
             self._check_reader(frame)
-        if isinstance(owner, random.Random) and called.__name__ in _DRAWING:
+        if isinstance(owner, random.Random) and name in _DRAWING:
             self._check_drawing(frame)
 
     def _check_reader(self, frame: FrameType | None) -> None:

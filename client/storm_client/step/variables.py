@@ -332,7 +332,7 @@ def table_of(owner: object) -> Any:
         return threading.local.__getattribute__(owner, "__dict__")
     for kind in type(owner).__mro__:
         found = kind.__dict__.get("__dict__")
-        if found is not None and isinstance(found, (GetSetDescriptorType, MemberDescriptorType)):
+        if isinstance(found, (GetSetDescriptorType, MemberDescriptorType)):
             return found.__get__(owner)
     return None
 
@@ -527,10 +527,10 @@ def _members(value: set[Any] | frozenset[Any]) -> Any:
 def _bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return value.shape, identified(value.ravel().tolist())
-    array = np.asarray(memoryview(value))  # of ctypes, arrays, and NumPy's records
-    if array.nbytes > CONTENT_BYTES:
-        return _Same(value), array.shape
-    return type(value), array.dtype, array.shape, array.tobytes()
+    memory = np.asarray(memoryview(value))  # of ctypes, arrays, and NumPy's records
+    if memory.nbytes > CONTENT_BYTES:
+        return _Same(value), memory.shape
+    return type(value), memory.dtype, memory.shape, memory.tobytes()
 
 
 def _items(value: dict[Any, Any]) -> ItemsView[Any, Any]:
