@@ -70,15 +70,13 @@ def _choose(
 
 
 def kept_bytes(problem: Problem, choice: Choice) -> int:
-    """Return the bytes of saved values that a choice keeps on the device.
+    """Return the bytes of values that a choice keeps on the device.
 
     Return at most the bytes that checkpointing each block would keep if the step's peak with this
     choice is on no GPU above that with its blocks checkpointed.
     """
     decided = zip(problem.values, choice.decisions, strict=True)
-    kept = sum(
-        value.nbytes for value, decision in decided if value.is_saved and isinstance(decision, Keep)
-    )
+    kept = sum(value.nbytes for value, decision in decided if isinstance(decision, Keep))
     if kept <= problem.checkpointed_bytes:
         return kept
     parts = parts_of(problem)

@@ -47,8 +47,7 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
         return best
     most = checkpointed(problem)
     found = [_keeping_what_fits(solver, problem, best, most)]
-    kept = {n for n in kept_by_checkpointing(problem) if problem.values[n].is_saved}
-    begun = solver.choose(0, kept=kept)
+    begun = solver.choose(0, kept=kept_by_checkpointing(problem))
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         found.append(_keeping_what_fits(solver, problem, begun, most))
     return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
@@ -104,7 +103,7 @@ def _in_flight_anyway(problem: Problem, choice: Choice) -> list[int]:
     sizes = [value.nbytes for value in stored]
     if sum(sizes) > in_flight_bytes(sizes):
         return []
-    return [value.number for value in stored if value.is_saved]
+    return [value.number for value in stored]
 
 
 def _outside_bytes(problem: Problem) -> int:
@@ -159,7 +158,7 @@ def _filled(
 
 
 def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> list[int]:
-    """Return the values that fit, of those not kept: those that cost most per byte come first.
+    """Return the values that fit, of those saved or offloaded: first what costs most per byte.
 
     Values whose first use is at a moment with negative room precede them: if such a value is kept,
     nothing is recomputed for it at that moment. A value that others are recomputed from is in
@@ -170,10 +169,10 @@ def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> list[int]
 
     def order(number: int) -> tuple[bool, float, int]:
         spared = choice.costs[number] / problem.values[number].nbytes
-        return room[used[number][0]] < 0, spared, number
+        return room[used.get(number, needed[number])[0]] < 0, spared, number
 
-    numbers = (value.number for value in problem.saved if choice.costs[value.number])
-    for number in sorted(numbers, key=order, reverse=True):
+    costly = {value.number for value in (*problem.saved, *_stored(problem, choice))}
+    for number in sorted(filter(choice.costs.__getitem__, costly), key=order, reverse=True):
         begin = needed[number][0] + 1
         nbytes = problem.values[number].nbytes
         if min(left[begin:], default=nbytes) >= nbytes:

@@ -127,8 +127,7 @@ class Choices:
             for node, tilt in zip(self.nodes, tilts, strict=True)
         ]
         keeping = [
-            node.nbytes * price * (1.0 - tilt) if node.is_needed else math.inf
-            for node, tilt in zip(self.nodes, tilts, strict=True)
+            node.nbytes * price * (1.0 - tilt) for node, tilt in zip(self.nodes, tilts, strict=True)
         ]
         most = MAX_IN_BLOCK if priced.problem.block_ends else MAX_IN_A_ROW
         found = cheapest(self.nodes, list(map(min, storing, keeping)), most)

@@ -90,7 +90,7 @@ class Plan:
         for value, decision, reason, cost in zip(
             problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
-            if not (value.is_saved or isinstance(decision, Replay) or cost):
+            if not (value.is_saved or isinstance(decision, Keep | Replay) or cost):
                 continue
             why = problem.rejected.get(value.number, reason)
             row = Row(

@@ -207,8 +207,8 @@ class _State:
             seconds = priced.recompute_seconds if number in self.recomputed else storing
             return seconds[number] / priced.nbytes[number], number
 
-        kept_anyway = self.kept | self.last
-        for number in sorted(set(priced.saved) - kept_anyway, key=order, reverse=True):
+        costly = self.stored.union(priced.saved) - self.kept - self.last
+        for number in sorted(costly, key=order, reverse=True):
             if priced.nbytes[number] <= left:
                 left -= priced.nbytes[number]
                 self.kept.add(number)
@@ -230,17 +230,20 @@ class _State:
                 self.stored.add(number)
 
     def drop_what_is_not_needed(self) -> None:
-        """Recompute and store only unkept saved values and inputs of recomputations."""
+        """Keep, recompute and store only saved values and inputs of recomputations."""
         kept_anyway = self.kept | self.last
-        needed = {n for n in self.priced.saved if n not in kept_anyway}
+        needed = set(self.priced.saved)
         found = list(needed)
         while found:
             number = found.pop()
-            if number in self.recomputed:
+            if number in self.recomputed and number not in kept_anyway:
                 sources = self.priced.sources[number]
-                more = [n for n in sources if n >= 0 and n not in needed and n not in kept_anyway]
+                more = [n for n in sources if n >= 0 and n not in needed]
                 needed.update(more)
                 found += more
+        self.kept &= needed
+        self.last &= needed
+        needed -= kept_anyway
         self.recomputed &= needed
         self.stored = needed - self.recomputed
 

@@ -93,11 +93,12 @@ class Timeline:
 
 def planned(problem: Problem, decisions: Sequence[Decision]) -> Timeline:
     """Return the timeline of a step that follows these decisions."""
-    decided = zip(problem.values, decisions, strict=True)
-    kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
     recomputed = _recomputed(decisions)
+    inputs = _inputs(problem, recomputed)
+    needed = inputs.union(value.number for value in problem.saved)
+    kept = {number for number in needed if isinstance(decisions[number], Keep)}
     found = _timeline(problem, kept, recomputed, _when_needed)
-    copies = _copies(problem, kept & _inputs(problem, recomputed))
+    copies = _copies(problem, kept & inputs)
     return replace(
         found,
         forward=list(map(add, found.forward, copies)),
@@ -107,7 +108,8 @@ def planned(problem: Problem, decisions: Sequence[Decision]) -> Timeline:
 
 def _inputs(problem: Problem, recomputed: Set[int]) -> set[int]:
     """Return the numbers of the values from which others are recomputed."""
-    return {source for number in recomputed for source in problem.values[number].inputs}
+    sources = (source for number in recomputed for source in problem.values[number].inputs)
+    return {source for source in sources if source >= 0}
 
 
 def _copies(problem: Problem, read: Set[int]) -> list[int]:
