@@ -273,7 +273,7 @@ class StepHooks:
     @untraced
     def _pack_expected(self, tensor: torch.Tensor, position: int) -> Packed:
         """Offload a result that compiled code has matched with the script's event at `position`."""
-        layer = self._planned.layer_of(position)
+        layer = self._planned.layer_at(position)
         try:
             decision = self._decide(tensor)
             if tensor.is_cuda and is_capturing(tensor.device):
@@ -285,9 +285,7 @@ class StepHooks:
                 return self._skip(tensor, "device", layer)
             if self._session is None:
                 self._session = session
-            if self._follower is not None and self._results.session is None:
-                self._results.session = session
-                self._follower.batch_offloads(tensor, session.batch_bytes, session.has_in_place)
+            self._let_others_wait(tensor, session)
             return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
             if not self._keeps_without_daemon:
@@ -411,14 +409,21 @@ class StepHooks:
         try:
             session = self._sessions.of(tensor.device)
             decided = decision, self._decide(tensor)
-            if session is None or any(isinstance(one, Keep) for one in decided):
-                return KeptTensor.keeping(tensor)
-            storage = tensor.untyped_storage()
-            return self._offload(tensor, storage, session, layer)
+            if session is not None and not any(isinstance(one, Keep) for one in decided):
+                self._let_others_wait(tensor, session)
+                return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
             if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
-            return KeptTensor.keeping(tensor)
+        kept = KeptTensor.keeping(tensor)
+        note(kept, tensor.nbytes)
+        return kept
+
+    def _let_others_wait(self, tensor: torch.Tensor, session: Session) -> None:
+        """Have compiled code offload later results of a tensor's device several at once."""
+        if self._follower is not None and self._results.session is None:
+            self._results.session = session
+            self._follower.batch_offloads(tensor, session.batch_bytes, session.has_in_place)
 
     def _offload(
         self,

@@ -133,11 +133,10 @@ class Results:
     def _recorder_of(self, members: list[_follow.Member]) -> RangeRecorder:
         """Return the recorder that counts a range for the layers of its members."""
         if len(members) == 1:
-            return self._recorder.of_layer(self._planned.layer_of(members[0][0]))
+            return self._recorder.of_layer(self._planned.layer(members[0][0]))
         recorders = SharedRecorder()
-        for position, nbytes, own in members:
-            layer = self._planned.layer_of(position)
-            recorders.add(self._recorder.of_layer(layer), nbytes, own)
+        for number, nbytes, own in members:
+            recorders.add(self._recorder.of_layer(self._planned.layer(number)), nbytes, own)
         return recorders
 
     def _offload(self, kept: _follow.Kept, session: Session) -> None:
@@ -145,8 +144,8 @@ class Results:
         found = kept.describe()
         if found is None:
             return
-        storage, dtype, nbytes, position, version, base, tensor = found
-        recorder = self._recorder.of_layer(self._planned.layer_of(position))
+        storage, dtype, nbytes, number, version, base, tensor = found
+        recorder = self._recorder.of_layer(self._planned.layer(number))
         record = session.find(storage, tensor)
         if record is not None:
             recorder.deduplicated(nbytes)

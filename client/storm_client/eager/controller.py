@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from storm_client.planner.shortage import shortage_bytes
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
+    from storm_client.eager.followed_plan import FollowedPlan
     from storm_client.eager.recompute import Pins
     from storm_client.eager.step_times import StepTimes
     from storm_client.monitoring.native_counts import NativeCounts
@@ -60,6 +62,9 @@ NEAR: Final = 16
 GRADLESS: Final = 1 / 50
 """Share of a step's saved bytes, above which results without gradients are recomputed as well. They
 are what the first block makes of a batch, as the features of a graph's edges."""
+
+LOOK_EVERY: Final = 8
+"""Once plans are settled, one step in so many looks for news: step times, link, gradients."""
 
 MAX_BY_PYTHON: Final = 4
 """Steps to wait for compiled code before steps that Python follows are compared as well."""
@@ -95,6 +100,8 @@ class Planning:
         """Whether results without gradients are values of a step, so that they are recomputed."""
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
+        self._steps = 0
+        """Steps since it was last looked for news of plans."""
         self._thread = threading.local()
         """For each thread: whether a block of it has ended, and the plan that its last followed."""
 
@@ -125,8 +132,8 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_pins()
-        self._note_step()
-        record, watches = self._expected_step()
+        now = self._note_step()
+        record, watches, is_late = self._expected_step()
         signature = record.signature
         fills = signature is not None and signature.wants_full_queue
         script = None if counts is None or fills else self._script(record, follow, counts)
@@ -135,6 +142,40 @@ class Planning:
         calls = None
         if watches and follow is not None:
             calls = follow.CallLog(min_bytes, logs_events, self._counts_gradless)
+        start_recording = partial(
+            self._recording,
+            record,
+            min_bytes,
+            hooks,
+            calls=calls,
+            logs_events=logs_events,
+        )
+        step = PlannedStep(
+            self,
+            record,
+            min_bytes,
+            start_recording,
+            self._begun(signature, None if is_late else now, fills=fills),
+            fills=fills,
+            counts=counts is None or script is not None or _stays_by_python(record.plan),
+            script=script,
+            watcher=calls,
+        )
+        if watches and (recording := step.recording) is not None:
+            step.mode = self._recorder(recording, follow)
+            step.launches = watch_launches(follow, step.mode)
+        return step
+
+    def _recording(
+        self,
+        record: StepRecord,
+        min_bytes: int,
+        hooks: SaveHooks,
+        *,
+        calls: _follow.CallLog | None,
+        logs_events: bool,
+    ) -> Recording:
+        """Return a recording of a step; see its constructor."""
         recording = Recording(
             record,
             min_bytes,
@@ -147,38 +188,30 @@ class Planning:
             counts_gradless=self._counts_gradless,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
-        mode = self._recorder(recording, follow) if watches else None
-        plan = record.plan
-        waits = counts is not None and script is None
-        return PlannedStep(
-            self,
-            recording,
-            self._begun(signature, fills=fills),
-            fills=fills,
-            counts=not waits or (plan is not None and plan.by_python >= MAX_BY_PYTHON),
-            script=script,
-            watcher=calls,
-            mode=mode,
-            launches=None if mode is None else watch_launches(follow, mode),
-        )
+        return recording
 
-    def _expected_step(self) -> tuple[StepRecord, bool]:
-        """Return the record of a step of the expected signature, and whether to watch functions."""
+    def _expected_step(self) -> tuple[StepRecord, bool, bool]:
+        """Return the record of a step of the expected signature, and whether to watch functions.
+
+        The third result is whether this took long: plans were made, or memory given back.
+        """
         learns = self._recurrence.is_seen
         with self.maker.lock:
-            self._make_plans(learns=learns)
+            is_late = self._make_plans(learns=learns)
         signature = self._signatures.expected
         if signature is not None and signature.is_on_gpu:
             if signature.settles():
                 give_back_unused(signature.devices)
+                is_late = True
         elif not self._has_run_here():
             signature = None
         watches = self._is_watched(signature, learns=learns)
         learns = learns and (watches or bool(self.maker.why_not))
         may_follow_script = signature is not None and signature.has_functions == watches
-        return StepRecord(
+        record = StepRecord(
             self._signatures, signature, may_follow_script=may_follow_script, is_learned=learns
-        ), watches
+        )
+        return record, watches, is_late
 
     def _has_run_here(self) -> bool:
         """Return whether a block of this thread has ended.
@@ -229,33 +262,37 @@ class Planning:
         measures = recording.step.signature is None
         return Recorder(recording, self._operations, measures=measures, note_draw=note_draw)
 
-    def _begun(self, signature: StepSignature | None, *, fills: bool) -> Mark:
-        """Mark a step's begin on its device; `fills` first keeps the device busy."""
+    def _begun(self, signature: StepSignature | None, now: Mark | None, *, fills: bool) -> Mark:
+        """Return the mark of a step's begin on its device, which may be `now`.
+
+        `fills` first keeps the device busy.
+        """
         clock = None if signature is None else signature.clock
         if fills and signature is not None and clock is not None:
             with torch.cuda.device(clock):
                 keep_busy(signature.times.pass_seconds)
+        elif now is not None and now.device == clock:
+            return now
         return Mark(clock)
 
-    def _note_step(self) -> None:
+    def _note_step(self) -> Mark | None:
         """Record the time of this thread's previous step, as the next step begins.
 
-        Making plans for the next step is not counted.
+        Making plans for the next step is not counted. Return the mark of its end if it was timed.
         """
         followed: _FollowedStep | None = getattr(self._thread, "followed", None)
         self._thread.followed = None
-        if followed is not None:
-            span = followed.begun.until_now() if followed.is_compared else None
-            followed.times.record_step(followed.alternative, span)
+        if followed is None:
+            return None
+        span = followed.begun.until_now() if followed.is_compared else None
+        followed.times.record_step(followed.alternative, span)
+        return None if span is None else span.end
 
-    def ended(
-        self, step: PlannedStep, *, min_bytes: int, pass_seconds: float, tries: bool
-    ) -> StepSignature | None:
+    def ended(self, step: PlannedStep, *, pass_seconds: float, tries: bool) -> StepSignature | None:
         """Learn from a step that has ended; return its signature if it has followed its plan.
 
-        The step handled tensors of at least `min_bytes` bytes. `pass_seconds` is the length of its
-        forward pass by the host's clock. A step that `tries` something takes longer than others,
-        so its time does not count.
+        `pass_seconds` is the length of its forward pass by the host's clock. A step that `tries`
+        something takes longer than others, so its time does not count.
         """
         record = step.record
         followed = record.signature
@@ -268,7 +305,7 @@ class Planning:
             signature.note_gradients(record.gradients)
             self._ranks.ended(signature)
             if signature.seen == 1:
-                self._learn_anew_if(signature, min_bytes)
+                self._learn_anew_if(signature, step.min_bytes)
         if signature is None or signature is not followed or signature.followed is None:
             return None
         signature.times.pass_seconds = pass_seconds
@@ -320,19 +357,27 @@ class Planning:
 
     # --- plans ------------------------------------------------------------------------------
 
-    def _make_plans(self, *, learns: bool) -> None:
-        """Remake plans that have new information, and make first ones if steps are learned."""
+    def _make_plans(self, *, learns: bool) -> bool:
+        """Remake plans that have new information, and make first ones if steps are learned.
+
+        Return whether there were any.
+        """
         if (latest := self._signatures.latest) is not None:
-            self._compare_plans(latest)
-            self._note_link(latest)
             self._note_shortage(latest)
-            latest.look_for_gradients()
+            self._steps += 1
+            if self._steps >= LOOK_EVERY or not latest.is_settled or self._ranks.are_sharing:
+                self._compare_plans(latest)
+                self._note_link(latest, self._steps)
+                latest.look_for_gradients()
+                self._steps = 0
         if self._ranks.are_sharing:
             self._ranks.agree(self.maker, self._expect)
-        for signature in self._signatures.outdated():
+        outdated = self._signatures.outdated()
+        for signature in outdated:
             may_be_planned = signature.followed is not None or (learns and signature.is_learned)
             if may_be_planned and not self._ranks.shares(signature):
                 self._make_again(signature)
+        return bool(outdated) or self._ranks.are_sharing
 
     def _compare_plans(self, latest: StepSignature) -> None:
         """Have the latest signature follow another plan where the steps' times call for that."""
@@ -344,9 +389,12 @@ class Planning:
         elif comparison.record_times(latest.times):
             latest.outdate()
 
-    def _note_link(self, latest: StepSignature) -> None:
-        """Have the latest signature follow a new plan where its link has another speed by now."""
-        if not self.maker.has_another_link(latest.root):
+    def _note_link(self, latest: StepSignature, steps: int) -> None:
+        """Have the latest signature follow a new plan where its link has another speed by now.
+
+        `steps` have begun since the last call.
+        """
+        if not self.maker.has_another_link(latest.root, steps):
             return
         if latest.comparison is not None and not self._ranks.shares(latest):
             latest.comparison.start_again(self.maker.measured(latest))
@@ -400,6 +448,8 @@ class Planning:
 
     def settled_line(self) -> str | None:
         """Return, once, the result of comparing the plans of the latest signature."""
+        if self._steps:
+            return None  # the step that has just begun has looked for no news
         signature = self._signatures.latest
         if signature is None or signature.comparison is None or signature.followed is None:
             return None
@@ -412,6 +462,11 @@ class Planning:
         if signature is None or not signature.is_on_gpu:
             return False
         return signature.comparison is None or not signature.comparison.search.is_settled
+
+
+def _stays_by_python(plan: FollowedPlan | None) -> bool:
+    """Return whether Python has followed so many steps of a plan that the next ones count."""
+    return plan is not None and plan.by_python >= MAX_BY_PYTHON
 
 
 class _FollowedStep(NamedTuple):

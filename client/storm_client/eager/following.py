@@ -109,12 +109,11 @@ def compiled(
                 for position, expected in enumerate(script)
                 if expected.what is SAVED
             ]
-        kept = [
-            (number, plan.max_bytes[number])
-            for number, decision in enumerate(plan.decisions)
-            if isinstance(decision, Keep)
+        values = [
+            (nbytes, isinstance(decision, Keep))
+            for nbytes, decision in zip(plan.max_bytes, plan.decisions, strict=True)
         ]
-        plan.compiled = version, follow.Script(events, kept, len(script), counts_gradless)
+        plan.compiled = version, follow.Script(events, values, len(script), counts_gradless)
     return plan.compiled[1]
 
 

@@ -8,6 +8,8 @@ import torch
 
 __all__ = ["Mark", "Span"]
 
+_current_stream = torch._C._accelerator_getStream
+
 
 class Mark:
     """A moment: when the GPU reaches it on this thread's stream, or the present on the host.
@@ -20,10 +22,10 @@ class Mark:
     def __init__(self, device: torch.device | None) -> None:
         """Mark the present on `device`; None stands for the host."""
         self._device = device
-        self._at: torch.cuda.Event | float = time.perf_counter()
-        if device is not None:
-            self._at = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._at.record(torch.cuda.current_stream(device))
+        self._at: torch.Event | float = time.perf_counter()
+        if device is not None:  # by the C++ types: the thread makes one in each step
+            self._at = torch.Event(device, enable_timing=True)
+            self._at.record(_current_stream(device.index))
 
     @property
     def device(self) -> torch.device | None:
@@ -33,7 +35,7 @@ class Mark:
     @property
     def is_reached(self) -> bool:
         """Whether the device has reached this moment."""
-        return isinstance(self._at, float) or bool(self._at.query())  # type: ignore[no-untyped-call]
+        return isinstance(self._at, float) or self._at.query()
 
     def until_now(self) -> Span:
         """Return the time span from this moment until the present on the same device."""
@@ -46,24 +48,25 @@ class Mark:
             return later._at - self._at
         assert not isinstance(later._at, float)
         later._at.synchronize()
-        return float(self._at.elapsed_time(later._at)) / 1e3
+        return self._at.elapsed_time(later._at) / 1e3
 
 
 class Span:
     """The time between two marks, as a function without arguments that waits for the second."""
 
-    __slots__ = ("_begin", "_end")
+    __slots__ = ("_begin", "end")
 
     def __init__(self, begin: Mark, end: Mark) -> None:
         """Span two marks of one device; see `Mark.until_now`."""
         self._begin = begin
-        self._end = end
+        self.end = end
+        """The second mark."""
 
     @property
     def is_known(self) -> bool:
         """Whether the second mark has been reached."""
-        return self._end.is_reached
+        return self.end.is_reached
 
     def __call__(self) -> float:
         """Return the seconds."""
-        return self._begin.seconds_until(self._end)
+        return self._begin.seconds_until(self.end)

@@ -136,15 +136,15 @@ class PlanMaker:
         rooms = (self._room(budget, signature) for budget in budgets)
         return [Plan.of(problem, choose(problem, machine, budget_bytes=room)) for room in rooms]
 
-    def has_another_link(self, signature: StepSignature) -> bool:
-        """Count a step; return whether to remake its plan because the link's speed has changed.
+    def has_another_link(self, signature: StepSignature, steps: int) -> bool:
+        """Count steps; return whether to remake their plan because the link's speed has changed.
 
         False while plans are compared, since all of these are made from the same figures.
         """
         comparison, device = signature.comparison, signature.clock or _HOST
         if signature.followed is None or (comparison and not comparison.search.is_settled):
             return False
-        if not signature.link.is_due():
+        if not signature.link.is_due(steps):
             return False
         plan = signature.followed.shown
         return signature.link.needs_new_plan(

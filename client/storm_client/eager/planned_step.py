@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -20,6 +20,7 @@ from storm_client.eager.signature import StepSignature
 
 if TYPE_CHECKING:
     from storm_client.eager.controller import Planning
+    from storm_client.eager.recognition import StepRecord
     from storm_client.native import _follow
     from storm_client.planner.plan import Plan
     from storm_client.planner.problem import PlainLoss
@@ -34,8 +35,10 @@ class PlannedStep:
     """One step, in the thread of its block."""
 
     planning: Planning
-    recording: Recording | None
-    """Returns the decision for each saved tensor; None once the block has ended."""
+    record: StepRecord
+    min_bytes: int
+    """Minimum size in bytes of the tensors that the step handles."""
+    start_recording: Callable[[], Recording]
     begun: Mark
     """When its device begins it."""
     fills: bool
@@ -46,15 +49,15 @@ class PlannedStep:
     """The script that compiled code may follow from the step's begin; None if Python has to."""
     watcher: _follow.CallLog | None
     """Logs the calls of a step that Python watches."""
-    mode: Recorder | None
+    mode: Recorder | None = None
     """Watches PyTorch's functions in such a step."""
-    launches: LaunchWatch | None
+    launches: LaunchWatch | None = None
     """Reports the kernel launches of such a step."""
 
     def __post_init__(self) -> None:
         """Begin the step."""
-        assert self.recording is not None
-        self.record = self.recording.step
+        self._recording: Recording | None = None
+        self._has_ended = False
         self.verifies = self.planning.options.verifies
         self.budget = self.planning.options.budget
         self.costs = self.planning.maker.costs
@@ -67,6 +70,16 @@ class PlannedStep:
         self.record.is_native = (
             self.script is not None and signature is not None and signature.may_replay
         )
+
+    @property
+    def recording(self) -> Recording | None:
+        """Returns the decision for each saved tensor; None once the block has ended.
+
+        Compiled code mostly needs none, so it is made when Python looks at a tensor.
+        """
+        if self._recording is None and not self._has_ended:
+            self._recording = self.start_recording()
+        return self._recording
 
     # --- what is expected of it -------------------------------------------------------------
 
@@ -124,9 +137,13 @@ class PlannedStep:
             self.record.stop()
             signature.fallback.begin()
 
-    def layer_of(self, position: int) -> str:
+    def layer_at(self, position: int) -> str:
         """Return the layer in which the value of a script's event is made."""
         return "" if self._followed is None else self._followed[position].value.layer
+
+    def layer(self, number: int) -> str:
+        """Return the layer in which a value is made; empty where it is not known."""
+        return self.record.layer(number)
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
         """Keep or offload a value from which others are recomputed; see `RecipeMaker`."""
@@ -166,7 +183,7 @@ class PlannedStep:
         reverse, so it proves nothing. Nor does one that held some inputs otherwise than planned.
         """
         self._proofs.append(trial)
-        if self.recording is None:
+        if self._has_ended:
             self._note_proofs()
 
     def _note_proofs(self) -> None:
@@ -185,26 +202,25 @@ class PlannedStep:
         Returns the signature whose plan the forward pass has followed to the end, else None.
         """
         followed = None
-        if self.recording is not None:
-            self._note_calls(self.recording)
+        if not self._has_ended:
+            self._note_calls()
             followed = self.planning.ended(
-                self,
-                min_bytes=self.recording.min_bytes,
-                pass_seconds=perf_counter() - self._began,
-                tries=self._tries,
+                self, pass_seconds=perf_counter() - self._began, tries=self._tries
             )
         self.abandon()
         return followed
 
-    def _note_calls(self, recording: Recording) -> None:
+    def _note_calls(self) -> None:
         """Record the step's calls in its plan, so that compiled code can follow later steps."""
-        logged, plan = recording.logged(), self.record.plan
+        logged = None if self._recording is None else self._recording.logged()
+        plan = self.record.plan
         if logged is not None and plan is not None and plan.script is self.record.script:
             plan.logged[:] = logged
 
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
-        recording, self.recording = self.recording, None
+        self._has_ended = True
+        recording, self._recording = self._recording, None
         if self._proofs:
             self._note_proofs()
         if self.mode is not None:

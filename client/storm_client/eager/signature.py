@@ -254,6 +254,12 @@ class StepSignature:
         return self.root._comparison
 
     @property
+    def is_settled(self) -> bool:
+        """Whether its plans have been compared, and the best is followed."""
+        comparison = self.root._comparison
+        return comparison is not None and comparison.search.is_settled
+
+    @property
     def wants_turn(self) -> bool:
         """Whether its plans still have to learn how long a turn lasts."""
         return self.root._comparison is None or self.root._comparison.wants_turn

@@ -10,14 +10,14 @@ from storm_client.eager.launches import Kernel, Launch, LaunchSink
 WaitingResult: TypeAlias = tuple[
     torch.UntypedStorage, torch.dtype, int, int, int, torch.Tensor | None, torch.Tensor | None
 ]
-"""A result to offload: its storage and dtype, its own bytes, the position of its event in the
-script, the version at which it was saved, the base that counts versions, and the tensor itself.
-The last two are None once freed.
+"""A result to offload: its storage and dtype, its own bytes, the number of its value, the version
+at which it was saved, the base that counts versions, and the tensor itself. The last two are None
+once freed.
 """
 
 Member: TypeAlias = tuple[int, int, int]
-"""A result to offload that nobody else holds: the position of its event in the script, its own
-bytes, and those of its storage, 0 if an earlier member shares the storage."""
+"""A result to offload that nobody else holds: the number of its value, its own bytes, and those of
+its storage, 0 if an earlier member shares the storage."""
 
 Unit: TypeAlias = tuple[torch.UntypedStorage, torch.dtype, list[Member]]
 """Results that are offloaded as one range: the storage, its dtype, and the results in it."""
@@ -53,7 +53,12 @@ class Script:
     """The calls and saved tensors of a step that follows its plan, in order."""
 
     def __init__(
-        self, events: list[Any], kept: list[tuple[int, int]], length: int, counts_gradless: bool, /
+        self,
+        events: list[Any],
+        values: list[tuple[int, bool]],
+        length: int,
+        counts_gradless: bool,
+        /,
     ) -> None: ...
 
 class CallLog:

@@ -44,7 +44,7 @@ std::optional<Source> constant(const at::Tensor& tensor, Values& values,
   if (!is_result(tensor)) return Alias(copied(tensor));
   auto packed = std::make_shared<Packed>(tensor, nullptr);
   values.add_input(tensor, packed);
-  return Shared(std::move(packed));
+  return Viewed(std::move(packed), tensor);
 }
 
 // Returns whether a storage is that of an argument, or of a cast that autocast has made of it.
@@ -123,10 +123,9 @@ std::optional<Source> former_of(const Begun& begun, size_t place, const Call& ca
 }
 
 // Returns how to hold an input as the value with a number; none if it cannot be that value.
-std::optional<Source> source_of(const Script& script, int number, const Begun& begun,
-                                const at::Tensor& input, Values& values,
-                                const ModelStorages& model_storages, int64_t min_bytes,
-                                std::vector<Unpacked>& unpacked) {
+std::optional<Source> source_of(int number, const Begun& begun, const at::Tensor& input,
+                                Values& values, const ModelStorages& model_storages,
+                                int64_t min_bytes, std::vector<Unpacked>& unpacked) {
   auto cast = recomputed_cast(begun.casts, input, values);
   if (number == CONSTANT) {
     return cast ? std::move(cast) : constant(input, values, model_storages, min_bytes);
@@ -135,20 +134,15 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
   if (tracked == nullptr || cast) return tracked == nullptr ? std::nullopt : std::move(cast);
   if (tracked->result != nullptr) return RecipeResult(tracked->result, input);
   const bool copies = !is_result(input);
-  auto packed = copies ? tracked->copy : nullptr;
+  auto& packed = copies ? tracked->copy : tracked->packed;
   if (packed == nullptr) {
     const at::Tensor held = copies ? copied(input) : input;
-    if (!copies && !tracked->is_overwritten) {
-      tracked->is_overwritten = std::make_shared<bool>(false);
-    }
+    if (!copies) tracked->is_overwritten = std::make_shared<bool>(false);
     packed = std::make_shared<Packed>(held, copies ? nullptr : tracked->is_overwritten);
     if (!copies) values.add_input(input, packed);
-    const auto nbytes = stored_bytes(held);
-    if (!script.keeps(number, nbytes)) unpacked.push_back({held, number, packed});
+    unpacked.push_back({held, number, packed});
   }
-  if (!copies) return Shared(std::move(packed));
-  tracked->copy = packed;
-  return Copied(std::move(packed), input);
+  return Viewed(packed, input);
 }
 
 }  // namespace binding
@@ -163,7 +157,7 @@ bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs) {
 TrackedStorage* Values::track(int number, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor);
   const auto version = version_of(tensor);
-  TrackedStorage tracked{number, version, tensor.storage().getWeakStorageImpl(), nullptr, nullptr};
+  TrackedStorage tracked{number, version, tensor.storage().getWeakStorageImpl()};
   const auto found = tracked_.find(storage);
   if (found != tracked_.end()) {
     const TrackedStorage& last = found->second;
@@ -241,9 +235,9 @@ std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
   return result != nullptr && result->has_recipe() ? result : nullptr;
 }
 
-bool make_recipe(const Script& script, const Call& call, Begun& begun, const at::Tensor& output,
-                 TrackedStorage& made, Values& values, const ModelStorages& model_storages,
-                 int64_t min_bytes, std::vector<Unpacked>& unpacked) {
+bool make_recipe(const Call& call, Begun& begun, const at::Tensor& output, TrackedStorage& made,
+                 Values& values, const ModelStorages& model_storages, int64_t min_bytes,
+                 std::vector<Unpacked>& unpacked) {
   const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
   const size_t over = begun.launch ? begun.former.size() : binding::count_in(output, begun.inputs);
   if (measures || (!begun.launch && over != call.overwrites)) return false;
@@ -272,8 +266,8 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
     const at::Tensor& read = batches.empty() ? one : batches[next];
     std::optional<Source> source =
         next < over ? binding::former_of(begun, next, call, one, output, values)
-                    : binding::source_of(script, call.inputs[next], begun, read, values,
-                                         model_storages, min_bytes, unpacked);
+                    : binding::source_of(call.inputs[next], begun, read, values, model_storages,
+                                         min_bytes, unpacked);
     fits = source.has_value();
     if (fits) sources.push_back(*std::move(source));
   });
@@ -319,15 +313,14 @@ std::optional<Recipe> of_former(const Call& call, const Begun& begun, const Valu
 
 }  // namespace binding
 
-bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
-                           const at::Tensor& byproduct, TrackedStorage& made, Values& values,
+bool make_byproduct_recipe(const Call& call, Begun& begun, const at::Tensor& byproduct,
+                           TrackedStorage& made, Values& values,
                            const ModelStorages& model_storages, int64_t min_bytes,
                            std::vector<Unpacked>& unpacked) {
   if (made.result == nullptr) return false;
   if (begun.recipe && call.depends != Depends::FORMER) begun.recipe->keeps(made.result);
   if (call.depends == Depends::VALUES) {
-    return make_recipe(script, call, begun, byproduct, made, values, model_storages, min_bytes,
-                       unpacked);
+    return make_recipe(call, begun, byproduct, made, values, model_storages, min_bytes, unpacked);
   }
   const auto circumstances = Circumstances::present(byproduct.device().type(), call.choice);
   if (!circumstances) return false;

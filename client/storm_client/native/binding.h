@@ -23,9 +23,10 @@ struct TrackedStorage {
   int number;  // of its value
   uint32_t version;
   WeakStorage pin;  // keeps the address from being reused
-  std::shared_ptr<Result> result;
-  std::shared_ptr<Packed> copy;  // if no operation made it: what recipes read instead
-  Overwritten is_overwritten = nullptr;  // if a recipe reads it as it is
+  std::shared_ptr<Result> result = nullptr;
+  std::shared_ptr<Packed> packed = nullptr;  // what recipes read of it, if it has no recipe
+  std::shared_ptr<Packed> copy = nullptr;    // what they read of it where no operation made it
+  Overwritten is_overwritten = nullptr;  // of `packed`
   Before before = {};
 };
 
@@ -72,7 +73,7 @@ class Values {
 struct Unpacked {
   at::Tensor tensor;
   int number;
-  std::shared_ptr<Packed> source;  // null for a new large output, which is no input
+  std::shared_ptr<Packed> source;
 };
 
 // Autocast's cast of an argument of a call in progress.
@@ -114,13 +115,13 @@ struct Begun {
 //
 // If the cast of an argument has a recipe, the new recipe reads that cast: otherwise the argument
 // would be cast again. So does a product of batches with the copies that it makes of its arguments.
-bool make_recipe(const Script& script, const Call& call, Begun& begun, const at::Tensor& output,
-                 TrackedStorage& made, Values& values, const ModelStorages& model_storages,
-                 int64_t min_bytes, std::vector<Unpacked>& unpacked);
+bool make_recipe(const Call& call, Begun& begun, const at::Tensor& output, TrackedStorage& made,
+                 Values& values, const ModelStorages& model_storages, int64_t min_bytes,
+                 std::vector<Unpacked>& unpacked);
 
 // Does the same for a call's byproduct, whose value must have a result.
-bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
-                           const at::Tensor& byproduct, TrackedStorage& made, Values& values,
+bool make_byproduct_recipe(const Call& call, Begun& begun, const at::Tensor& byproduct,
+                           TrackedStorage& made, Values& values,
                            const ModelStorages& model_storages, int64_t min_bytes,
                            std::vector<Unpacked>& unpacked);
 

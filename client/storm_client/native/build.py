@@ -47,7 +47,7 @@ tallies = follow.Tallies(); rows = [tallies.add_row() for _ in range(3)]
 x = torch.ones(64, requires_grad=True); w = torch.full((64,), 2.0)
 call = ("aten::exp", "", None, 0, "", 0, None, True, False, False, 0, ())
 script = follow.Script([(0, 0, 256, (), rows[2], 0, False, True, None),
-                        (1, 3, 0, (), 0, -1, False, False, call)], [(0, 256)], 1, False)
+                        (1, 3, 0, (), 0, -1, False, False, call)], [(256, True)], 1, False)
 unexpected = lambda *_: sys.exit("unexpected")
 model = follow.ModelStorages([w]); python = (*[unexpected] * 10, lambda: None)
 hooks = follow.Follower(script, tallies, model, python, 128, rows[0], rows[1])

@@ -129,8 +129,8 @@ bool Follower::advance_byproduct(const Called& called, Begun& begun) {
   ++at;
   if (!byproduct.defined()) return true;  // Python packed it
   TrackedStorage* tracked = values.look_up(event, byproduct);
-  return tracked != nullptr && make_byproduct_recipe(*script, expected, begun, byproduct, *tracked,
-                                                     values, *model_storages, min_bytes, unpacked);
+  return tracked != nullptr && make_byproduct_recipe(expected, begun, byproduct, *tracked, values,
+                                                     *model_storages, min_bytes, unpacked);
 }
 
 // Returns whether the script expects an output of a call; if so, handles it and advances.
@@ -145,7 +145,7 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
     TrackedStorage* tracked = values.look_up(event, output);
     if (tracked == nullptr) return false;
     if (expected.does == Does::RECOMPUTE &&
-        !make_recipe(*script, expected, begun, output, *tracked, values, *model_storages, min_bytes,
+        !make_recipe(expected, begun, output, *tracked, values, *model_storages, min_bytes,
                      unpacked)) {
       return false;
     }

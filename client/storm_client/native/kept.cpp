@@ -16,7 +16,7 @@ struct Kept {
   bool is_alias;  // a leaf is its own token, and is returned with any data it was given since
   PyObject* python_handle = nullptr;  // what Python unpacks instead, once there is no token
   std::optional<WeakTensor> base;  // if to be offloaded: the tensor whose version counter it has
-  int position = -1;  // of its event in the script, if it is to be offloaded
+  int number = -1;  // of its value in the step, if it is to be offloaded
   std::optional<View> layout;  // if it was offloaded
   std::shared_ptr<Bundle> bundle;  // in which it was offloaded, at `place`, if not alone
   size_t place = 0;
@@ -88,7 +88,7 @@ PyObject* move(PyObject* self, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
-// Returns (storage, dtype, bytes, position, version, base or None, tensor or None) of a tensor to
+// Returns (storage, dtype, bytes, number, version, base or None, tensor or None) of a tensor to
 // offload; None if it was moved already.
 PyObject* describe(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
@@ -100,7 +100,7 @@ PyObject* describe(PyObject* self, PyObject*) {
   Ref base = expected(wrapped(*kept.base));
   Ref tensor = expected(wrapped(kept.version.saved()));
   return Py_BuildValue("OOLiIOO", storage.get(), dtype, static_cast<long long>(nbytes_of(impl)),
-                       kept.position, kept.version.number(), base.get(), tensor.get());
+                       kept.number, kept.version.number(), base.get(), tensor.get());
   END_HANDLE_TH_ERRORS
 }
 
@@ -161,16 +161,16 @@ PyObject* python_handle_of(PyObject* self) {
 
 const SavedVersion& version_of_kept(PyObject* self) { return kept::kept_of(self).version; }
 
-PyObject* keep_for_now(const at::Tensor& tensor, int position) {
+PyObject* keep_for_now(const at::Tensor& tensor, int number) {
   PyObject* self = keep(tensor);
   kept::kept_of(self).base = WeakTensor(base_of(tensor).getIntrusivePtr());
-  kept::kept_of(self).position = position;
+  kept::kept_of(self).number = number;
   return self;
 }
 
 const at::Tensor& token_of(PyObject* self) { return kept::kept_of(self).token; }
 
-int position_of(PyObject* self) { return kept::kept_of(self).position; }
+int number_of(PyObject* self) { return kept::kept_of(self).number; }
 
 void release_into(PyObject* self, std::shared_ptr<Bundle> bundle, size_t place) {
   auto& kept = kept::kept_of(self);

@@ -16,14 +16,14 @@ PyObject* python_handle_of(PyObject* kept);
 
 const SavedVersion& version_of_kept(PyObject* kept);
 
-// Keeps a result until it is offloaded with others; `position` is that of its event.
-PyObject* keep_for_now(const at::Tensor& tensor, int position);
+// Keeps a result until it is offloaded with others; `number` is that of its value.
+PyObject* keep_for_now(const at::Tensor& tensor, int number);
 
 // Returns the tensor that holds the memory; undefined once that was moved or offloaded.
 const at::Tensor& token_of(PyObject* kept);
 
-// Returns the position of the event of a tensor from `keep_for_now`.
-int position_of(PyObject* kept);
+// Returns the number of the value of a tensor from `keep_for_now`.
+int number_of(PyObject* kept);
 
 // Releases the memory, which is now at a place in a bundle, unless it was moved meanwhile.
 void release_into(PyObject* kept, std::shared_ptr<Bundle> bundle, size_t place);
@@ -35,7 +35,7 @@ bool is_offloaded(PyObject* kept);
 // returns the storage of a Python `Use`. Raises RuntimeError if it was modified in place since.
 at::Tensor unpack_offloaded(PyObject* kept, Load load);
 
-// Returns a tensor from `keep_for_now` as it was then, kept or restored; undefined if it was moved.
+// Returns a tensor as it was when it was kept, from memory or restored; undefined if it was moved.
 // Raises ActivationLost if it was modified in place since: it is an input of a recipe.
 at::Tensor unpack_input(PyObject* kept, Load load);
 

@@ -50,7 +50,7 @@ Unit described(Group group) {
     const size_t own = same == end ? storage.nbytes() : 0;
     if (same == end) unit.storages.push_back(storage);
     Ref member = expected(Py_BuildValue(
-        "iLL", position_of(one.get()), static_cast<long long>(nbytes_of(token.unsafeGetTensorImpl())),
+        "iLL", number_of(one.get()), static_cast<long long>(nbytes_of(token.unsafeGetTensorImpl())),
         static_cast<long long>(own)));
     append(unit.members, member.get());
   }

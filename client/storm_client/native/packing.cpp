@@ -59,21 +59,21 @@ bool can_wait(const Follower& follower, const at::Tensor& tensor) {
          !follower.model_storages->has(storage);
 }
 
-// Keeps a tensor until it is offloaded with others.
-Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
+// Keeps the tensor of a value until it is offloaded with others.
+Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int number) {
   const auto nbytes = stored_bytes(tensor);
   if (follower.queue.is_full(nbytes)) offload_waiting(follower, Which::BATCH);
-  Ref kept = Ref::stolen(keep_for_now(tensor, position));
+  Ref kept = Ref::stolen(keep_for_now(tensor, number));
   follower.queue.add(kept.get(), nbytes);
   return kept;
 }
 
 // Returns the handle of a recipe's input.
 Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
-  const auto& script = *follower.script;
-  const auto saved = script.saved.find(number);
-  if (saved != script.saved.end()) {
-    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, saved->second);
+  const Planned& planned = follower.script->values.at(number);
+  if (stored_bytes(tensor) <= planned.max_bytes) {
+    if (planned.is_kept) return Ref::stolen(keep(tensor));
+    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, number);
   }
   Ref wrapped = expected(THPVariable_Wrap(tensor));
   Ref of = expected(PyLong_FromLong(number));
@@ -149,7 +149,7 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
     return keep_counted(follower, tensor, event.row);
   }
   if (!handle) {
-    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, event.position);
+    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, event.number);
   }
   if (may_duplicate_waiting(follower, object)) offload_waiting(follower);
   Ref position = expected(PyLong_FromLong(event.position));

@@ -275,11 +275,11 @@ void Packed::protect(InputRestorer& restorer) {
   if (!copy_ && version_.is_unchanged()) copy_.emplace(unpacked(restorer));
 }
 
-Copied::Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor)
-    : copy_(std::move(copy)), view_(tensor) {}
+Viewed::Viewed(std::shared_ptr<Packed> packed, const at::Tensor& tensor)
+    : packed_(std::move(packed)), view_(tensor) {}
 
-at::Tensor Copied::tensor(InputRestorer& restorer) {
-  return view_.over(copy_->tensor(restorer).storage());
+at::Tensor Viewed::tensor(InputRestorer& restorer) {
+  return view_.over(packed_->tensor(restorer).storage());
 }
 
 RecipeResult::RecipeResult(std::shared_ptr<Result> result, const at::Tensor& tensor)

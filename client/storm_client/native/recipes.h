@@ -109,23 +109,14 @@ class Packed {
   PyObject* handle_ = nullptr;
 };
 
-class Shared {
+// A view of a packed tensor.
+class Viewed {
  public:
-  explicit Shared(std::shared_ptr<Packed> packed) : packed_(std::move(packed)) {}
-  at::Tensor tensor(InputRestorer& restorer) { return packed_->tensor(restorer); }
-
- private:
-  std::shared_ptr<Packed> packed_;
-};
-
-// A view of a tensor that no operation made: of the copy that was packed instead.
-class Copied {
- public:
-  Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor);
+  Viewed(std::shared_ptr<Packed> packed, const at::Tensor& tensor);
   at::Tensor tensor(InputRestorer& restorer);
 
  private:
-  std::shared_ptr<Packed> copy_;
+  std::shared_ptr<Packed> packed_;
   View view_;
 };
 
@@ -165,7 +156,7 @@ class OverwrittenResult {
   View view_;
 };
 
-using Source = std::variant<Alias, Shared, Copied, RecipeResult, Blank, OverwrittenResult>;
+using Source = std::variant<Alias, Viewed, RecipeResult, Blank, OverwrittenResult>;
 
 // The circumstances, besides its arguments, that decide how a call's result is computed.
 struct Circumstances {

@@ -72,25 +72,23 @@ Event event_of(PyObject* tuple, Script& script) {
   return event;
 }
 
-// Script(events, kept values with their most bytes, length)
+// Script(events, the most bytes of each value and whether it is kept, length, counts gradless)
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *events, *kept;
+  PyObject *events, *values;
   int length = 0, counts_gradless = 0;
-  expect(PyArg_ParseTuple(arguments, "O!O!ip", &PyList_Type, &events, &PyList_Type, &kept, &length,
+  expect(PyArg_ParseTuple(arguments, "O!O!ip", &PyList_Type, &events, &PyList_Type, &values, &length,
                           &counts_gradless));
   Script script;
   script.counts_gradless = counts_gradless;
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(events); ++at) {
-    const Event event = event_of(PyList_GET_ITEM(events, at), script);
-    if (event.what != What::CALL) script.saved.emplace(event.number, event.position);
-    script.events.push_back(event);
+    script.events.push_back(event_of(PyList_GET_ITEM(events, at), script));
   }
-  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(kept); ++at) {
-    int number = 0;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(values); ++at) {
     long long max_bytes = 0;
-    expect(PyArg_ParseTuple(PyList_GET_ITEM(kept, at), "iL", &number, &max_bytes));
-    script.kept.emplace(number, max_bytes);
+    int is_kept = 0;
+    expect(PyArg_ParseTuple(PyList_GET_ITEM(values, at), "Lp", &max_bytes, &is_kept));
+    script.values.push_back({max_bytes, is_kept != 0});
   }
   std::unordered_set<int> byproducts;
   for (const Event& event : script.events) {

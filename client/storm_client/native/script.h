@@ -101,6 +101,12 @@ struct Event {
   uint32_t call = 0;       // index in the calls of the script
 };
 
+// A value of the step, and what the plan does with it where others are recomputed from it.
+struct Planned {
+  int64_t max_bytes;  // that the plan was made for
+  bool is_kept;
+};
+
 struct Script {
   std::vector<Event> events;       // END is the last
   std::vector<Call> calls;
@@ -109,12 +115,7 @@ struct Script {
   std::unordered_set<const char*> names;  // of the operators of calls
   std::unordered_set<PyObject*> kernels;  // of those that are launches
   std::set<std::string, std::less<>> copying;  // operators inside which copies are expected
-  std::unordered_map<int, int64_t> kept;  // by kept value, also as an input: its most bytes
-  bool keeps(int number, int64_t nbytes) const {
-    const auto found = kept.find(number);
-    return found != kept.end() && nbytes <= found->second;
-  }
-  std::unordered_map<int, int> saved;  // by number of a value, the position of its first save
+  std::vector<Planned> values;  // by number
   bool counts_gradless = false;  // whether results without gradients count
 };
 

@@ -40,11 +40,12 @@ class LinkWatch:
         """Note that a plan is made for a link of `link` seconds a byte."""
         self._planned = link
 
-    def is_due(self) -> bool:
-        """Count a step that follows the plan; return whether to check the link."""
-        self._steps += 1
+    def is_due(self, steps: int) -> bool:
+        """Count `steps` that followed the plan; return whether to check the link."""
+        checks = self._steps // FIRST_STEPS
+        self._steps += steps
         is_late = self._planned is not None and self._steps >= self._least_steps
-        return is_late and self._steps % FIRST_STEPS == 0
+        return is_late and self._steps // FIRST_STEPS > checks
 
     def needs_new_plan(self, link: float, *, is_used: bool) -> bool:
         """Return whether the link, just checked, calls for another plan.

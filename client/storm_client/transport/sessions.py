@@ -63,10 +63,9 @@ class Sessions:
         """Raise if the sessions cannot be used: closed, forked, or the daemon is lost."""
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
-        self.control.connection.check_now()
-        for session in self.open:
-            if session is not self.control:
-                session.connection.check_now()
+        self.control.connection.check()
+        for session in self.open or (self.control,):  # their daemon is the same
+            session.connection.check_now()
 
     @property
     def lost(self) -> bool:

@@ -493,7 +493,8 @@ def test_a_tensor_that_is_moved_while_it_is_offloaded_comes_from_where_it_was_mo
     hooks[3], hooks[4] = unpack, offload_waiting
     tallies = follow.Tallies()
     row = tallies.add_row()
-    script = follow.Script([(0, OFFLOAD, 256, (), row, 0, False, True, None)], [], 1, False)
+    events = [(0, OFFLOAD, 256, (), row, 0, False, True, None)]
+    script = follow.Script(events, [(256, False)], 1, False)
     follower = follow.Follower(
         script, tallies, follow.ModelStorages([]), tuple(hooks), 128, row, row
     )
