@@ -179,7 +179,6 @@ def optimum(
         n = value.number
         objective[shipped + n] = value.nbytes * machine.codec + machine.thread_store
         objective[made + n] = max(takes[n], machine.thread_recompute)
-        upper[kept + n] = float(value.is_saved)
         upper[depth + n] = MAX_IN_BLOCK
         if not value.operation or math.isinf(takes[n]):
             upper[made + n], objective[made + n] = 0.0, 0.0

@@ -56,6 +56,26 @@ def test_what_fits_below_checkpointing_is_kept() -> None:
     assert found.replay_seconds < before.replay_seconds
 
 
+def test_what_blocks_end_with_is_kept_though_autograd_saves_none_of_it() -> None:
+    """As the sums of a residual stream, from which norms are recomputed that have more bytes."""
+    problem = step(12)
+    ends = problem.block_ends
+    values = tuple(
+        replace(
+            one,
+            uses=int(one.number not in ends),
+            nbytes=one.nbytes * (2 if one.operation == "rms_norm" else 1),
+        )
+        for one in problem.values
+    )
+    used = {n: at for n, at in problem.used_between.items() if n not in ends}
+    unsaved = replace(problem, values=values, used_between=used)
+    found = choose_below_checkpointing(unsaved, CUDA)
+    assert is_below_checkpointing(unsaved, found)
+    assert found.link_seconds == 0.0
+    assert any(isinstance(found.decisions[number], Keep) for number in ends)
+
+
 def test_room_is_left_for_parameters_that_are_gathered() -> None:
     """A loss may be the fullest moment only because nothing is gathered beside it."""
     problem = step(6, loss=400)

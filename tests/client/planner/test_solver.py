@@ -78,6 +78,15 @@ def test_the_budget_keeps_what_costs_most_otherwise() -> None:
     assert everything.link_seconds == everything.replay_seconds == 0
 
 
+def test_the_budget_keeps_what_others_are_recomputed_from() -> None:
+    """Though autograd does not save it; but only as long as something is recomputed from it."""
+    norms = [value(number, 100, "norm", 0, seconds=1.0) for number in (1, 2)]
+    values = [value(0, saved=False), *norms]
+    assert decided(values) == [OFFLOAD, REPLAY, REPLAY]
+    assert decided(values, 100) == [Keep("budget"), REPLAY, REPLAY]
+    assert decided(values, 200) == [OFFLOAD, Keep("budget"), Keep("budget")]
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> list[Value]:
     values = []

@@ -59,6 +59,12 @@ def test_what_is_recomputed_has_what_it_is_made_from_there() -> None:
     assert saved_bytes(OFFLOAD, REPLAY, REPLAY, REPLAY) == [0, 10, 30, 110, 10 + 20 + 40 + 80]
 
 
+def test_what_is_kept_to_recompute_others_lies_there_until_it_is_read() -> None:
+    """Value 2, which autograd does not save: nobody keeps it where nothing is made from it."""
+    assert saved_bytes(OFFLOAD, OFFLOAD, KEEP, REPLAY) == [0, 10, 20, 80, 40 + 80]
+    assert saved_bytes(OFFLOAD, OFFLOAD, KEEP, OFFLOAD) == [0, 10, 20, 80, 80]
+
+
 def test_recomputation_reads_a_copy_of_what_no_operation_made() -> None:
     """As long as it is kept, in both passes."""
     decisions = [KEEP, REPLAY, OFFLOAD, KEEP]

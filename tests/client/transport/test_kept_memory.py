@@ -15,6 +15,7 @@ from storm_client.transport.session import Session
 from support.daemon_thread import DaemonThread
 from support.following import PATHS, Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane
+from support.planning import SOME_REPLAYS, replay_all
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -80,6 +81,25 @@ def test_a_backward_pass_finds_what_was_offloaded_in_its_midst(
         assert torch.equal(gradient_of(loss, weight), expected)
         del loss
     assert kept_bytes(CPU) == 0
+    assert any(followed) is followed.may_be_compiled
+
+
+def test_what_others_are_recomputed_from_can_be_moved(
+    client: storm.Client, weight: Tensor, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products, which autograd does not save."""
+    replay_all(monkeypatch, SOME_REPLAYS)
+    expected = gradient_of(forward(weight).sum(), weight)
+    offload = client.offload(min_bytes=1024, budget=0.5)
+    for step in range(8):
+        with offload:
+            loss = forward(weight).sum()
+        kept = kept_bytes(CPU)
+        moved = session_of(client).memory.offload_kept()
+        assert torch.equal(gradient_of(loss, weight), expected)
+        if step > 3:
+            assert moved == kept >= NBYTES
+    assert offload.stats().replayed_bytes
     assert any(followed) is followed.may_be_compiled
 
 
