@@ -25,7 +25,7 @@ be in memory at once."""
 MAX_IN_BLOCK: Final = 48
 """The same if blocks are known: no more is in memory at once than with the blocks checkpointed."""
 
-LINK_SHARES: Final = (0.0, 1 / 16, 1 / 4, 1.0)
+LINK_SHARES: Final = (0.0, 1 / 8, 1 / 2, 1.0)
 """Prices of a byte on the link that are tried, as shares of its full link time."""
 
 DEPTH: Final = 3
