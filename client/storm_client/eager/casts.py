@@ -1,7 +1,8 @@
 """Finds the tensors that autocast makes of functions' arguments and that autograd saves.
 
 No PyTorch function returns such a cast. It is recognised by its own node in the graph and by the
-node of the argument that it copies.
+node of the argument that it copies. Of an argument with other strides autograd saves a copy of the
+cast, which a hidden call has made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from storm_client.eager.tracked import TrackedStorage
 
-__all__ = ["Cast", "Casts"]
+__all__ = ["Cast", "Casts", "is_cast"]
 
 _CAST: Final = "ToCopyBackward0"
 """The name of a cast's node in the graph."""
@@ -32,7 +33,7 @@ class Cast(NamedTuple):
     """The cast's own node in the graph."""
     is_new: bool
     """Whether the running function made the cast; False if it comes from autocast's cache."""
-    dtype: torch.dtype
+    made: torch.Tensor
 
     def is_cached(self, source: torch.Tensor) -> bool:
         """Return whether autocast caches the cast of `source`, until autocast ends."""
@@ -72,12 +73,12 @@ class Casts:
         self._first_number = _next_number()
         self.clear()
 
-    def saved(self, tracked: TrackedStorage, made: torch.Tensor) -> None:
-        """Record a value that is saved for the first time, if autocast has made it."""
+    def add(self, tracked: TrackedStorage, made: torch.Tensor) -> None:
+        """Record a value that is saved or copied for the first time, if autocast has made it."""
         node = made.grad_fn
-        if node is not None and node.name() == _CAST:
+        if node is not None and is_cast(made):
             is_new = node._sequence_nr() >= self._first_number
-            self._found.append(Cast(tracked, node, is_new, made.dtype))
+            self._found.append(Cast(tracked, node, is_new, made))
 
     def take(self) -> list[Cast]:
         """Return the casts and forget them."""
@@ -88,6 +89,11 @@ class Casts:
         """Forget all casts."""
         if self._found:
             self._found.clear()
+
+
+def is_cast(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may be a cast by autocast, as far as its node in the graph tells."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == _CAST
 
 
 def _is_node_of(node: object, tensor: torch.Tensor) -> bool:

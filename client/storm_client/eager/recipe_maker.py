@@ -93,10 +93,13 @@ class RecipeMaker:
     def make_cast(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
         """Have a cast recomputed that autocast has made from `source`."""
         tracked, way = cast.tracked, self.way_of(cast.tracked, [source], inputs)
-        if tracked.result is not None and way is not NO_WAY:
-            call = Call(torch.Tensor.to, (source, cast.dtype), {})
-            sources = self._hold([source], inputs, tracked.number)
-            tracked.result.made_by(call.recipe_of(sources, source.device.type), None, way)
+        if way is NO_WAY:
+            return
+        if tracked.result is None:
+            tracked.result = Result(cast.made, tracked.pin, self._values.pins)
+        call = Call(torch.Tensor.to, (source, cast.made.dtype), {})
+        sources = self._hold([source], inputs, tracked.number)
+        tracked.result.made_by(call.recipe_of(sources, source.device.type), None, way)
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
         """Keep or offload a value from which others are recomputed; return the packed value."""

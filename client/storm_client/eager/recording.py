@@ -26,7 +26,7 @@ from storm_client.eager.calls import (
     outputs_of,
     tensors_among,
 )
-from storm_client.eager.casts import Cast, Casts
+from storm_client.eager.casts import Cast, Casts, is_cast
 from storm_client.eager.events import CAST, SAVED, Event, LoggedEvent, RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.hidden_calls import KnownCall, known_calls
@@ -108,6 +108,8 @@ class Recording:
         """Values that matter to recomputation, and that no single call in the log has made."""
         self._kept: list[torch.Tensor] | None = None
         """Tensors saved since the last function of the table began; None if not needed."""
+        self._arguments: Sequence[Any] = ()
+        """Of that function, until it returns."""
 
     @property
     def pins(self) -> Pins:
@@ -220,12 +222,13 @@ class Recording:
         """Prepare a saved value for the return of the operation that makes it; see `expect`."""
         made = base_of(tensor)
         if is_first and not tracked.value.over:
-            self._casts.saved(tracked, made)
+            self._casts.add(tracked, made)
         return self._recipes.expect(made, tracked, decision, is_first=is_first)
 
-    def begins(self, *, keeps: bool = False) -> None:
+    def begins(self, arguments: Sequence[Any], *, keeps: bool = False) -> None:
         """Note that a function of the table begins; with `keeps` collect the tensors it saves."""
         self._kept = [] if keeps else None
+        self._arguments = arguments
         self._casts.begin()
         if self._hidden is not None:
             self._hidden.begin()
@@ -238,6 +241,7 @@ class Recording:
         """
         is_opened = self._hidden is not None and self._hidden.end() and is_attention(function)
         self._note_hidden(made)
+        self._arguments = ()
         step = self.step
         is_view = may_view(function) and type(made) is torch.Tensor and made._base is not None
         if is_opened or is_view:
@@ -329,7 +333,9 @@ class Recording:
         """Record the results of a call as values of the step."""
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
-        casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
+        self._look_for_copied_casts(call)
+        is_view = call.is_launch or (may_view(call.function) and call.hidden is None)
+        casts = bool(self._casts) and not is_view
         self._values.made_inside(call, outputs)
         if not large and step.values:
             # Not `isinstance`: it reads an attribute, which would compute a deferred copy.
@@ -338,7 +344,7 @@ class Recording:
         if not large and not casts:
             return
         if casts:
-            self._explain_casts(call.tensors())
+            self._explain_casts(self._given(call))
         inputs = self._values.inputs(call) if call.is_fixed() else None
         for index in large:
             output = outputs[index]
@@ -370,7 +376,7 @@ class Recording:
         if self._hidden is not None:
             self._hidden.take_hidden()  # else the log would hold them as long as the graph lives
         self._casts.clear()
-        self._kept = None
+        self._kept, self._arguments = None, ()
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
         """Record for casts saved while a function ran which of its arguments they copy."""
@@ -383,9 +389,27 @@ class Recording:
             value = tracked.value
             value.operation, value.inputs = name_of(torch.Tensor.to), numbers_of(inputs)
             value.is_cached = cast.is_cached(source)
-            event = (CAST, tracked.number, cast.dtype, value.inputs)
+            event = (CAST, tracked.number, cast.made.dtype, value.inputs)
             if isinstance(self._record(event, value.nbytes), Replay):
                 self._recipes.make_cast(cast, source, inputs)
+
+    def _given(self, call: Call) -> list[torch.Tensor]:
+        """Return the tensors of which autocast may have made what a call reads."""
+        return call.tensors() if call.hidden is None else tensors_among(self._arguments)
+
+    def _copied_casts(self, call: Call) -> list[torch.Tensor]:
+        """Return the tensors that a hidden call reads and that may be casts by autocast."""
+        if call.hidden is None or not self._arguments:
+            return []
+        large = [one for one in call.tensors() if is_plain(one) and one.nbytes >= self.min_bytes]
+        return [one for one in large if is_cast(base_of(one))]
+
+    def _look_for_copied_casts(self, call: Call) -> None:
+        """Note the unknown casts that a hidden call reads: autograd saves their copies instead."""
+        for tensor in self._copied_casts(call):
+            tracked = self._values.find(tensor, tensor.untyped_storage())
+            if not (tracked.value.operation or tracked.value.is_saved):
+                self._casts.add(tracked, base_of(tensor))
 
     # --- along a script ---------------------------------------------------------------------
 
@@ -460,9 +484,13 @@ class Recording:
 
     def _match_cast(self, expected: Expected, call: Call) -> bool:
         """Return whether autocast has made the value that the script expects."""
+        for tensor in self._copied_casts(call):
+            tracked = self._values.look_up(expected, tensor, tensor.untyped_storage())
+            if tracked is not None and expected.is_new:
+                self._casts.add(tracked, base_of(tensor))
         for cast in self._casts:
             if cast.tracked.number == expected.value.number:
-                source = cast.source_among(call.tensors())
+                source = cast.source_among(self._given(call))
                 if source is None or not self._values.is_sound(source):
                     return False
                 if isinstance(expected.decision, Replay):

@@ -298,6 +298,39 @@ def test_verify_always_notices_uncounted_writes(device: str, client: storm.Clien
         loss.backward()
 
 
+class Sideways(nn.Module):
+    """A product of a transposed norm, as in PyTorch's attention where the batch comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.product = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.product(self.norm(x).transpose(0, 1)).transpose(0, 1).sigmoid()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_copies_of_casts_of_arguments_with_other_strides(
+    path: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd saves the copy, and nobody the cast."""
+    followed = follow_by(path, monkeypatch)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Sideways() for _ in range(3))).to(device)
+    x, offload = seeded(device, 4, 8, WIDTH), client.offload(net, min_bytes=1)
+
+    def train(context: Context) -> list[Tensor]:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return step(net, x, context)
+
+    assert_steps_are_identical(train, offload)
+    cast = {row.operation: row.decision for row in offload.plan.rows if row.dtype is torch.bfloat16}
+    assert cast["to"] == cast["reshape"] == "replay"
+    assert "unknown" not in cast
+    assert not rejected(offload)
+    assert any(followed) == followed.may_be_compiled
+
+
 @pytest.mark.parametrize("changes", [True, False])
 def test_casts_that_autocast_has_kept(
     changes: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
