@@ -97,7 +97,7 @@ class Recorder(Watching):
             if draw is None:
                 return function(*args, **kwargs) if kwargs else function(*args)
         byproduct = byproduct_of(function)
-        recording.begins(args, keeps=byproduct is not None)
+        recording.begins((*args, *(kwargs or {}).values()), keeps=byproduct is not None)
         begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
         if draw is not None:

@@ -334,8 +334,8 @@ class Recording:
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
         self._look_for_copied_casts(call)
-        is_view = call.is_launch or (may_view(call.function) and call.hidden is None)
-        casts = bool(self._casts) and not is_view
+        may_copy = not may_view(call.function) or self._is_inside(call)
+        casts = bool(self._casts) and may_copy and not call.is_launch
         self._values.made_inside(call, outputs)
         if not large and step.values:
             # Not `isinstance`: it reads an attribute, which would compute a deferred copy.
@@ -393,13 +393,17 @@ class Recording:
             if isinstance(self._record(event, value.nbytes), Replay):
                 self._recipes.make_cast(cast, source, inputs)
 
+    def _is_inside(self, call: Call) -> bool:
+        """Return whether a call is hidden inside a function of the table."""
+        return call.hidden is not None and bool(self._arguments)
+
     def _given(self, call: Call) -> list[torch.Tensor]:
         """Return the tensors of which autocast may have made what a call reads."""
-        return call.tensors() if call.hidden is None else tensors_among(self._arguments)
+        return tensors_among(self._arguments) if self._is_inside(call) else call.tensors()
 
     def _copied_casts(self, call: Call) -> list[torch.Tensor]:
         """Return the tensors that a hidden call reads and that may be casts by autocast."""
-        if call.hidden is None or not self._arguments:
+        if not self._is_inside(call):
             return []
         large = [one for one in call.tensors() if is_plain(one) and one.nbytes >= self.min_bytes]
         return [one for one in large if is_cast(base_of(one))]
