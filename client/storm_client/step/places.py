@@ -7,7 +7,7 @@ of the capture's is reset to what it held; other threads may use the rest meanwh
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, ModuleType
@@ -137,21 +137,23 @@ def _attributes(value: Any) -> dict[str, Any]:
 def put_back(held: Any, before: dict[Any, Any]) -> None:
     """Make a container or an object hold what it held before; what has not changed is left alone.
 
-    Modules of PyTorch's are put back with their tables.
+    Of containers the builtin methods are called: a subclass may refuse or alter changes. Modules of
+    PyTorch's are put back with their tables.
     """
+    if isinstance(held, (dict, *_SEQUENCES, *_SETS)) and _holds(held, before):
+        return
     if isinstance(held, (list, deque)):
-        held.clear()
-        held.extend(before.values())
+        sequence = list if isinstance(held, list) else deque
+        sequence.clear(held)
+        sequence.extend(held, before.values())  # type: ignore[arg-type]
     elif isinstance(held, set):
-        held.clear()
-        held.update(before.values())
+        set.clear(held)
+        set.update(held, before.values())
     elif isinstance(held, dict):
-        for key in [key for key in held if key not in before]:
-            del held[key]
-        held.update({key: one for key, one in before.items() if held.get(key) is not one})
-        if list(held) != list(before):
-            held.clear()
-            held.update(before)
+        table = OrderedDict if isinstance(held, OrderedDict) else dict
+        table.clear(held)
+        for key, one in before.items():
+            table.__setitem__(held, key, one)
     elif not isinstance(held, (nn.Module, tuple, frozenset)):
         owner = type if isinstance(held, type) else object
         now = held_by(held) or {}
@@ -160,6 +162,13 @@ def put_back(held: Any, before: dict[Any, Any]) -> None:
         for key, one in before.items():
             if now.get(key) is not one:
                 owner.__setattr__(held, key, one)
+
+
+def _holds(container: Any, before: dict[Any, Any]) -> bool:
+    """Return whether a container has the same items as before, in the same order."""
+    now = held_by(container) or {}
+    same = (one is other for one, other in zip(now.values(), before.values(), strict=False))
+    return list(now) == list(before) and all(same)
 
 
 def _of(name: str, held: object, key: object) -> str:

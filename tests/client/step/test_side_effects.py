@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import storm_client as storm
 import torch
 from storm_client.errors import UsageError
 from storm_client.step.compiled import CompiledStep
+from storm_client.step.places import held_by, put_back
 from support.training import assert_identical
 from torch import Tensor, nn
 
@@ -94,6 +95,34 @@ def test_objects_of_pytorch_get_nothing_of_a_capture(wrap: Wrap) -> None:
     with pytest.raises(UsageError, match=r"leaves what it computes in 'prior.logits'"):
         wrap(lambda x: x * prior.logits)(torch.ones(4))
     assert_identical([prior.logits], [torch.full((4,), 0.25).log()])
+
+
+class Frozen(OrderedDict[str, int]):
+    """Refuses changes, as the configurations of diffusers' models do."""
+
+    def update(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        raise TypeError("frozen")
+
+    __delitem__ = clear = update  # type: ignore[assignment]
+
+
+def test_a_table_that_refuses_changes_is_left_alone(wrap: Wrap) -> None:
+    net = nn.Linear(4, 4)
+    net.config = Frozen(times=3)  # type: ignore[assignment]
+    x = torch.ones(2, 4)
+    assert_identical([wrap(lambda x: net(x) * net.config["times"])(x)], [net(x) * 3])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", [dict, Counter, OrderedDict, Frozen])
+def test_what_tables_held_is_put_back_by_the_builtin_methods(kind: type[dict[str, int]]) -> None:
+    """A Counter would add what it is updated with."""
+    held = kind(a=1, b=2)
+    before = held_by(held)
+    held["c"], held["b"] = 3, 4
+    assert before is not None
+    put_back(held, before)
+    assert list(held.items()) == [("a", 1), ("b", 2)]
+    assert list(reversed(held)) == ["b", "a"]
 
 
 def test_what_a_step_that_fails_has_left_is_put_back(wrap: Wrap) -> None:
