@@ -461,7 +461,7 @@ class Planning:
         signature = self._signatures.latest
         if signature is None or not signature.is_on_gpu:
             return False
-        return signature.comparison is None or not signature.comparison.search.is_settled
+        return not signature.is_settled
 
 
 def _stays_by_python(plan: FollowedPlan | None) -> bool:

@@ -39,6 +39,7 @@ class PlannedStep:
     min_bytes: int
     """Minimum size in bytes of the tensors that the step handles."""
     start_recording: Callable[[], Recording]
+    """Returns a new recording of the step."""
     begun: Mark
     """When its device begins it."""
     fills: bool

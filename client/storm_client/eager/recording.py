@@ -488,10 +488,11 @@ class Recording:
 
     def _match_cast(self, expected: Expected, call: Call) -> bool:
         """Return whether autocast has made the value that the script expects."""
-        for tensor in self._copied_casts(call):
+        for tensor in self._copied_casts(call) if expected.is_new else ():
             tracked = self._values.look_up(expected, tensor, tensor.untyped_storage())
-            if tracked is not None and expected.is_new:
+            if tracked is not None:
                 self._casts.add(tracked, base_of(tensor))
+                break  # a call's next unknown cast is that of the next event
         for cast in self._casts:
             if cast.tracked.number == expected.value.number:
                 source = cast.source_among(self._given(call))

@@ -256,8 +256,7 @@ class StepSignature:
     @property
     def is_settled(self) -> bool:
         """Whether its plans have been compared, and the best is followed."""
-        comparison = self.root._comparison
-        return comparison is not None and comparison.search.is_settled
+        return self.comparison is not None and self.comparison.search.is_settled
 
     @property
     def wants_turn(self) -> bool:
