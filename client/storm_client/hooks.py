@@ -94,6 +94,7 @@ class StepHooks:
                 self._pack_input,
                 self._unpacking.restore_input,
                 self._unpacking.inputs,
+                policy.is_at_rest,
             ),
             counts=counts,
             follow=follow,

@@ -76,6 +76,8 @@ class Policy:
         """If set, only tensors saved inside these layers may be offloaded."""
         self._owned: dict[int, _Owner] = {}
         """By storage address: the place of one of the modules' tensors in that storage."""
+        self._is_sharded = False
+        """Whether a parameter is a DTensor: then blocks compute with others, gathered for them."""
         self._native: _follow.ModelStorages | None = None
         """The same table for compiled code."""
         self._may_be_stale = True
@@ -102,6 +104,7 @@ class Policy:
         if self._looks % LOOK_EVERY and all(map(self._is_known, self._owned)):
             return  # nothing has moved; new ones are kept anyway, since somebody else holds them
         owned: dict[int, _Owner] = {}
+        self._is_sharded = False
         for part in modules_inside(self.modules):
             reference = weakref.ref(part)
             for kind in _TABLES:
@@ -109,6 +112,7 @@ class Policy:
                     owner = _Owner(reference, kind, name)
                     tensor = owner.tensor()
                     if tensor is not None:
+                        self._is_sharded |= type(getattr(part, kind)[name]) not in _PLAIN
                         owned[tensor.untyped_storage()._cdata] = owner
         self._owned, self._native, self._hooks_without = owned, None, None
 
@@ -117,9 +121,28 @@ class Policy:
         if self._native is None:
             if not self._owned:
                 self._look_up()
-            tensors = (owner.tensor() for owner in self._owned.values())
-            self._native = follow.ModelStorages([one for one in tensors if one is not None])
+            found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+            for owner in self._owned.values():
+                if (tensor := owner.tensor()) is not None:
+                    found[not self._is_at_rest(owner, tensor)].append(tensor)
+            self._native = follow.ModelStorages(*found)
         return self._native
+
+    def is_at_rest(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in a parameter whose bytes only counted writes change.
+
+        They also stay in place between the passes: nobody gathers them for a block.
+        """
+        address = tensor.untyped_storage()._cdata
+        owner = self._owned.get(address)
+        found = owner.tensor() if owner is not None and self._is_known(address) else None
+        return owner is not None and found is not None and self._is_at_rest(owner, found)
+
+    def _is_at_rest(self, owner: _Owner, tensor: torch.Tensor) -> bool:
+        if self._is_sharded or owner.table != "_parameters":
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() == tensor.nbytes and not _is_foreign(storage)
 
     def acts_on_gradients_early(self) -> bool:
         """Return whether gradients may be used before the end of the pass that computes them.

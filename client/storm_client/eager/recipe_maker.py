@@ -164,8 +164,9 @@ class RecipeMaker:
 
     def _source(self, tensor: torch.Tensor, tracked: TrackedStorage | None, reader: int) -> Source:
         if tracked is None:
-            if tensor.untyped_storage().nbytes() >= self._min_bytes:
-                return Alias.of(tensor)  # a parameter
+            is_large = tensor.untyped_storage().nbytes() >= self._min_bytes  # so a parameter
+            if is_large or self._hooks.is_at_rest(tensor):
+                return Alias.of(tensor)
             if is_result(tensor):
                 return self._held(KeptTensor.keeping(tensor), tensor)
             return Alias.of(copied(tensor))  # the tensor itself can be written to uncounted

@@ -39,6 +39,8 @@ class SaveHooks(NamedTuple):
     restore_input: Callable[[Any], torch.Tensor]
     inputs: HeldInputs
     """Has them read copies when a custom function's backward gets their memory."""
+    is_at_rest: Callable[[torch.Tensor], bool]
+    """Whether a small constant is a parameter, which recipes may read where it is."""
 
 
 Inputs: TypeAlias = list[TrackedStorage | None]

@@ -45,9 +45,12 @@ class Tallies:
     def seconds_an_operation(self) -> float | None: ...
 
 class ModelStorages:
-    """The storages of a list of tensors, which it does not keep alive."""
+    """The storages of two lists of tensors, which it does not keep alive.
 
-    def __init__(self, tensors: list[torch.Tensor], /) -> None: ...
+    The first are parameters whose bytes stay in place and unchanged between the passes.
+    """
+
+    def __init__(self, at_rest: list[torch.Tensor], others: list[torch.Tensor], /) -> None: ...
 
 class Script:
     """The calls and saved tensors of a step that follows its plan, in order."""

@@ -32,15 +32,16 @@ bool is_parameter(const at::Tensor& tensor, const ModelStorages& model_storages)
   return type == configured.parameter;
 }
 
-// Returns how to hold a constant input, a small one or a parameter; none for any other input.
+// Returns how to hold a constant input, a small one or a parameter; none for any other input. A
+// parameter at rest is read again where it is. Any other small one is copied: if no operation made
+// its memory, that can be written to without a version counting it.
 std::optional<Source> constant(const at::Tensor& tensor, Values& values,
                                const ModelStorages& model_storages, int64_t min_bytes) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Alias(tensor);
   const auto nbytes = stored_bytes(tensor);
   const bool is_small = nbytes < min_bytes;
   if (!is_small && !is_parameter(tensor, model_storages)) return {};
-  if (!is_small) return Alias(alias_of(tensor));
-  // If no operation made the memory, it can be written to without a version counting that.
+  if (!is_small || model_storages.is_at_rest(storage_of(tensor))) return Alias(alias_of(tensor));
   if (!is_result(tensor)) return Alias(copied(tensor));
   auto packed = std::make_shared<Packed>(tensor, nullptr);
   values.add_input(tensor, packed);

@@ -49,7 +49,7 @@ call = ("aten::exp", "", None, 0, "", 0, None, True, False, False, 0, ())
 script = follow.Script([(0, 0, 256, (), rows[2], 0, False, True, None),
                         (1, 3, 0, (), 0, -1, False, False, call)], [(256, True)], 1, False)
 unexpected = lambda *_: sys.exit("unexpected")
-model = follow.ModelStorages([w]); python = (*[unexpected] * 10, lambda: None)
+model = follow.ModelStorages([], [w]); python = (*[unexpected] * 10, lambda: None)
 hooks = follow.Follower(script, tallies, model, python, 128, rows[0], rows[1])
 hooks.watch()
 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):

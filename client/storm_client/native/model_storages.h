@@ -9,15 +9,22 @@ namespace storm {
 
 class ModelStorages {
  public:
-  void add(const at::Tensor& tensor);
+  void add(const at::Tensor& tensor, bool is_at_rest);
 
   // Returns whether a parameter or buffer lay in this storage when it was added.
   bool has(const c10::StorageImpl* storage) const;
 
+  // Returns whether it is a parameter whose bytes stay in place and unchanged between the passes.
+  bool is_at_rest(const c10::StorageImpl* storage) const;
+
  private:
   // The weak references keep the addresses from being reused. There are none to the tensors, since
   // PyTorch refuses to swap tensors that have weak references.
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> storages_;
+  struct Known {
+    WeakStorage storage;
+    bool is_at_rest;
+  };
+  std::unordered_map<const c10::StorageImpl*, Known> storages_;
 };
 
 extern PyTypeObject ModelStoragesType;

@@ -7,13 +7,13 @@ already. Bytes in flight use a part of these free bytes, here called room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import sub
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
+from operator import attrgetter, sub
 from typing import Final
 
-from storm_client.planner.decisions import Keep, Offload
-from storm_client.planner.in_flight import in_flight_bytes
+from storm_client.planner.decisions import Decision, Keep, Offload
+from storm_client.planner.in_flight import TURN_BYTES, in_flight_bytes
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import Choice, Solver
@@ -31,26 +31,46 @@ LOSS_COPIES: Final = 7
 """Memory of a loss for half-precision logits, as a multiple of their bytes. In single precision the
 logits, their softmax and its gradient take two each; the gradient of the logits takes one."""
 
+STARTS: Final = tuple(part / 9 for part in range(1, 9))
+"""Shares of the checkpointed peak from whose best choices the search begins, too: what fits depends
+on the moment, so that each leads to another result."""
+
+MANY: Final = 1000
+"""Values of a step from which on this would take too long."""
+
 
 def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     """Return a choice that keeps what pays most, up to the peak of the checkpointed step.
 
     It keeps as many bytes as checkpointing the blocks does, less what devices were short of. It
-    keeps no more if the memory in use at each moment is unknown. Otherwise there are two starting
-    points: the values of that many bytes that pay most, and those that checkpointing keeps, which
-    offloads next to nothing. Both are extended; the faster result below the checkpointed peak is
-    returned.
+    keeps no more if the memory in use at each moment is unknown. Otherwise there are several
+    starting points: the values of that many bytes that pay most, those that checkpointing keeps,
+    which offloads next to nothing, and the values that pay most of shares of the checkpointed peak.
+    All are extended; the fastest result below the checkpointed peak is returned.
     """
     solver = Solver(problem, machine)
     best = solver.choose(max(0, problem.checkpointed_bytes - problem.lacked_bytes))
     if not _is_known(problem):
         return best
     most = checkpointed(problem)
-    found = [_keeping_what_fits(solver, problem, best, most)]
+    best = _keeping_what_fits(solver, problem, best, most)
+    found = [one for one in _others(solver, problem, most) if min(_room(problem, one, most)) >= 0]
+    if min(_room(problem, best, most)) >= 0 or not found:
+        found.append(best)
+    return min(found, key=attrgetter("seconds"))
+
+
+def _others(solver: Solver, problem: Problem, most: Timeline) -> Iterator[Choice]:
+    """Yield what the further starting points lead to."""
     begun = solver.choose(0, kept=kept_by_checkpointing(problem))
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
-        found.append(_keeping_what_fits(solver, problem, begun, most))
-    return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
+        yield _keeping_what_fits(solver, problem, begun, most)
+    known: list[list[Decision]] = []
+    for share in STARTS if len(problem.values) <= MANY else ():
+        begun = solver.choose(int(share * most.peak_bytes))
+        if begun.decisions not in known:
+            known.append(begun.decisions)
+            yield _keeping_what_fits(solver, problem, begun, most)
 
 
 def _lacking(allowed: Sequence[int], room: Sequence[int]) -> int:
@@ -82,13 +102,23 @@ def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
 
 
 def _in_flight(problem: Problem, choice: Choice) -> list[int]:
-    """Return the most bytes in flight at each moment: offloaded values not restored yet."""
+    """Return the most bytes in flight at each moment: offloaded values not restored yet.
+
+    Prefetching begins when the backward pass needs the first of them. Until then, bytes in flight
+    are sources, of which less is held when a forward pass ends.
+    """
     coming, stored = [0] * (len(problem.values) + 2), _stored(problem, choice)
     for value in stored:
         first, _ = problem.used_between.get(value.number, (value.number, value.number))
         coming[first + 1] += value.nbytes
     limit = in_flight_bytes([value.nbytes for value in stored])
-    return [min(limit, nbytes) for nbytes in accumulate(coming[:-1])]
+    decided = zip(problem.values, choice.decisions, strict=True)
+    kept = sum(value.nbytes for value, one in decided if isinstance(one, Keep))
+    turn = min(limit, max(TURN_BYTES, problem.checkpointed_bytes - kept))
+    needed = needed_between(problem, choice.decisions)
+    begun = max((needed[value.number][0] for value in stored), default=0)
+    limits = (limit if moment <= begun else turn for moment in count())
+    return list(map(min, limits, accumulate(coming[:-1])))
 
 
 def _stored(problem: Problem, choice: Choice) -> list[Value]:

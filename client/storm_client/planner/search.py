@@ -63,7 +63,7 @@ AS_BLOCKS: Final = (
 MORE_BESIDE: Final = Alternative(
     "as much kept as by checkpointing and all of the link", fills_blocks=True
 )
-"""Measured after `AS_BLOCKS`, if the second of them takes less time than the first."""
+"""Measured after `AS_BLOCKS`, unless the second of them takes much longer than the first."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
 ALL_KEPT: Final = Alternative("everything kept", keeps_all=True)
@@ -323,10 +323,13 @@ class PlanSearch:
         return [*others, *self._more_beside(), NOTHING, *self._more_on_the_link()]
 
     def _more_beside(self) -> list[Alternative]:
-        """Return the plan that keeps as much as checkpointing and offloads all that may pay."""
+        """Return the plan that keeps as much as checkpointing and offloads all that may pay.
+
+        Where there is hardly time for a link, the second plan may not use it: that shows nothing.
+        """
         less, more = (self.results.get(one) for one in AS_BLOCKS)
-        pays = less is not None and more is not None and more.seconds < (1 - GAIN) * less.seconds
-        return [MORE_BESIDE] if pays or MORE_BESIDE in self.results else []
+        may_pay = less is not None and more is not None and more.seconds < CLOSE * less.seconds
+        return [MORE_BESIDE] if may_pay or MORE_BESIDE in self.results else []
 
     def _more_on_the_link(self) -> list[Alternative]:
         """Return the plans above the first of the ladder, up to where offloading more is no gain.

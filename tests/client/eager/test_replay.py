@@ -286,6 +286,73 @@ def test_a_parameter_that_is_changed_raises(device: str, client: storm.Client) -
         loss.backward()
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_small_parameter_is_read_where_it_is(
+    path: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = follow_by(path, monkeypatch)
+    net, x = blocks(device, 3), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1024)
+    assert_steps_are_identical(lambda context: step(net, x, context), offload)
+    with offload:
+        loss = net(x).square().mean()
+    with torch.no_grad():
+        net[1].norm.bias.add_(1)
+    with pytest.raises(storm.ActivationLost, match="changed in place"):
+        loss.backward()
+    assert followed[-1] is (path == "compiled")
+
+
+class Shifted(nn.Module):
+    """A norm whose bias others may write to without a version counting it."""
+
+    def __init__(self, kind: str, device: str) -> None:
+        super().__init__()
+        self.norm, self.product = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.to(device)
+        bias = torch.zeros(2 * WIDTH, device=device)
+        if kind == "buffer":
+            del self.norm.bias
+            self.norm.register_buffer("bias", bias[:WIDTH].clone())
+        elif kind == "shared":
+            self.norm.bias.data = bias[:WIDTH].clone().share_memory_()
+        else:
+            self.norm.bias.data = bias[WIDTH:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.product(self.norm(x))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["buffer", "shared", "flat"])
+def test_a_small_tensor_that_may_change_uncounted_is_copied(
+    kind: str, path: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a flat parameter, too: FSDP frees such memory between the passes."""
+    if kind == "shared" and device == "cuda":
+        pytest.skip("GPU memory counts as shared in any case")
+    followed = follow_by(path, monkeypatch)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Shifted(kind, device) for _ in range(3)))
+    x, offload = seeded(device, 32, WIDTH), client.offload(net, min_bytes=1024)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        with context():
+            loss = net(x).square().mean()
+        for one in net:
+            one.norm.bias.data.add_(1)
+        loss.backward()
+        for one in net:
+            one.norm.bias.data.zero_()
+        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+    assert_steps_are_identical(train, offload)
+    norms = [one.decision for one in offload.plan.rows if one.operation == "layer_norm"]
+    assert norms == ["replay"] * len(net)
+    assert followed[-1] is (path == "compiled")
+
+
 def test_verify_always_notices_uncounted_writes(device: str, client: storm.Client) -> None:
     net, x = blocks(device, 2), seeded(device, 32, WIDTH)
     offload = client.offload(net, min_bytes=1, verify="always")

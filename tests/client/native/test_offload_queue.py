@@ -496,7 +496,7 @@ def test_a_tensor_that_is_moved_while_it_is_offloaded_comes_from_where_it_was_mo
     events = [(0, OFFLOAD, 256, (), row, 0, False, True, None)]
     script = follow.Script(events, [(256, False)], 1, False)
     follower = follow.Follower(
-        script, tallies, follow.ModelStorages([]), tuple(hooks), 128, row, row
+        script, tallies, follow.ModelStorages([], []), tuple(hooks), 128, row, row
     )
     x = torch.ones(64, requires_grad=True)
     follower.batch_offloads(x, 1 << 20, False)

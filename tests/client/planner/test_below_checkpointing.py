@@ -12,7 +12,8 @@ from storm_client.planner.below_checkpointing import (
     is_below_checkpointing,
     room_below_checkpointing,
 )
-from storm_client.planner.decisions import Keep
+from storm_client.planner.decisions import Keep, Offload
+from storm_client.planner.in_flight import TURN_BYTES, in_flight_bytes
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import PlainLoss, Problem
 from storm_client.planner.solver import Choice, Solver, choose
@@ -127,6 +128,36 @@ def test_what_is_chosen_takes_no_longer_than_checkpointing_does(
         planned(problem, as_checkpointed.decisions).peak_bytes <= checkpointed(problem).peak_bytes
     )
     assert choose_below_checkpointing(problem, CUDA).seconds <= as_checkpointed.seconds
+
+
+@pytest.mark.parametrize("forward_seconds", [0.0, 0.03, 0.1])
+@pytest.mark.parametrize("wide", [1, 3])
+def test_what_is_chosen_takes_no_longer_than_any_budget_that_fits(
+    forward_seconds: float, wide: int
+) -> None:
+    """What fits depends on the moment, so filling the memory from one side may end far from it."""
+    problem = replace(step(10, wide=wide, weights=40), forward_seconds=forward_seconds)
+    most, found = checkpointed(problem), choose_below_checkpointing(problem, CUDA)
+    solver = Solver(problem, CUDA)
+    for share in range(1, 9):
+        other = solver.choose(most.peak_bytes * share // 9)
+        assert found.seconds <= other.seconds or not is_below_checkpointing(problem, other)
+
+
+def test_bytes_in_flight_at_the_turn_are_sources_alone() -> None:
+    """Prefetching begins when the backward pass needs the first of what was offloaded."""
+    problem = replace(step(12, wide=4), forward_seconds=10.0)
+    early = [one.number for one in problem.values if one.number < 20]
+    late = {one.number for one in problem.values} - set(early)
+    choice = Solver(problem, CUDA).choose(0, kept=late)
+    stored = [n for n, one in enumerate(choice.decisions) if isinstance(one, Offload)]
+    limit = in_flight_bytes([problem.values[n].nbytes for n in stored])
+    assert limit > TURN_BYTES
+    timeline = planned(problem, choice.decisions).room_below(checkpointed(problem))
+    room = room_below_checkpointing(problem, choice)
+    taken = [all_of - left for all_of, left in zip(timeline, room, strict=True)]
+    assert taken[-1] == TURN_BYTES
+    assert max(taken) == limit
 
 
 @pytest.mark.parametrize("unknown", [{"used_between": {}}, {"block_ends": frozenset()}])

@@ -97,6 +97,17 @@ def test_of_plans_that_take_as_long_one_that_keeps_less_stays(
     assert search.results.keys() == {*AS_BLOCKS, MORE_BESIDE, NOTHING, PREDICTED}
 
 
+@pytest.mark.parametrize(("share", "is_tried"), [(0.9, True), (1.02, True), (1.06, False)])
+def test_all_of_the_link_is_tried_unless_two_thirds_were_much_slower(
+    share: float, is_tried: bool
+) -> None:
+    """Two thirds may leave the link unused, as in a GPT of width 4096 on an H200."""
+    search = settled(
+        PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE)), lambda one: share if one is AS_BLOCKS[1] else 1.0
+    )
+    assert (MORE_BESIDE in search.results) == is_tried
+
+
 @pytest.mark.parametrize("later", [1.3, 1.2])
 def test_a_plan_that_takes_longer_for_long_is_taken_back(later: float) -> None:
     """As one that first uses memory that another has left."""

@@ -10,6 +10,7 @@ import storm_client as storm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from storm_client.policy import Policy
 from support.following import PATHS, follow_by
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -144,3 +145,14 @@ def test_what_was_written_to_is_not_taken_for_what_it_was(
     expected = train(written_to, nullcontext(), mesh)
     assert all(map(torch.equal, train(written_to, offload, mesh), expected))
     assert offload.stats().skipped["subclass"] == STEPS
+
+
+def test_small_parameters_are_at_rest_unless_one_is_sharded(mesh: DeviceMesh) -> None:
+    """FSDP2 computes with others, which it gathers for a block and frees behind it."""
+    plain, part = nn.LayerNorm(SIDE), nn.LayerNorm(SIDE)
+    part.weight = parameter(0, mesh)
+    for modules, is_at_rest in (([plain], True), ([plain, part], False)):
+        policy = Policy(modules, 1 << 20)
+        policy._look_up()
+        assert policy.is_at_rest(plain.bias) is is_at_rest
+        assert not policy.is_at_rest(torch.zeros(SIDE))
