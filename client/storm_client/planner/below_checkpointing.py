@@ -8,12 +8,12 @@ already. Bytes in flight use a part of these free bytes, here called room.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from operator import attrgetter, sub
 from typing import Final
 
 from storm_client.planner.decisions import Decision, Keep, Offload
-from storm_client.planner.in_flight import TURN_BYTES, in_flight_bytes
+from storm_client.planner.in_flight import in_flight_bytes
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import Choice, Solver
@@ -102,23 +102,13 @@ def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
 
 
 def _in_flight(problem: Problem, choice: Choice) -> list[int]:
-    """Return the most bytes in flight at each moment: offloaded values not restored yet.
-
-    Prefetching begins when the backward pass needs the first of them. Until then, bytes in flight
-    are sources, of which less is held when a forward pass ends.
-    """
+    """Return the most bytes in flight at each moment: offloaded values not restored yet."""
     coming, stored = [0] * (len(problem.values) + 2), _stored(problem, choice)
     for value in stored:
         first, _ = problem.used_between.get(value.number, (value.number, value.number))
         coming[first + 1] += value.nbytes
     limit = in_flight_bytes([value.nbytes for value in stored])
-    decided = zip(problem.values, choice.decisions, strict=True)
-    kept = sum(value.nbytes for value, one in decided if isinstance(one, Keep))
-    turn = min(limit, max(TURN_BYTES, problem.checkpointed_bytes - kept))
-    needed = needed_between(problem, choice.decisions)
-    begun = max((needed[value.number][0] for value in stored), default=0)
-    limits = (limit if moment <= begun else turn for moment in count())
-    return list(map(min, limits, accumulate(coming[:-1])))
+    return [min(limit, nbytes) for nbytes in accumulate(coming[:-1])]
 
 
 def _stored(problem: Problem, choice: Choice) -> list[Value]:

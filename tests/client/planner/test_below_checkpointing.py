@@ -12,8 +12,7 @@ from storm_client.planner.below_checkpointing import (
     is_below_checkpointing,
     room_below_checkpointing,
 )
-from storm_client.planner.decisions import Keep, Offload
-from storm_client.planner.in_flight import TURN_BYTES, in_flight_bytes
+from storm_client.planner.decisions import Keep
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import PlainLoss, Problem
 from storm_client.planner.solver import Choice, Solver, choose
@@ -142,22 +141,6 @@ def test_what_is_chosen_takes_no_longer_than_any_budget_that_fits(
     for share in range(1, 9):
         other = solver.choose(most.peak_bytes * share // 9)
         assert found.seconds <= other.seconds or not is_below_checkpointing(problem, other)
-
-
-def test_bytes_in_flight_at_the_turn_are_sources_alone() -> None:
-    """Prefetching begins when the backward pass needs the first of what was offloaded."""
-    problem = replace(step(12, wide=4), forward_seconds=10.0)
-    early = [one.number for one in problem.values if one.number < 20]
-    late = {one.number for one in problem.values} - set(early)
-    choice = Solver(problem, CUDA).choose(0, kept=late)
-    stored = [n for n, one in enumerate(choice.decisions) if isinstance(one, Offload)]
-    limit = in_flight_bytes([problem.values[n].nbytes for n in stored])
-    assert limit > TURN_BYTES
-    timeline = planned(problem, choice.decisions).room_below(checkpointed(problem))
-    room = room_below_checkpointing(problem, choice)
-    taken = [all_of - left for all_of, left in zip(timeline, room, strict=True)]
-    assert taken[-1] == TURN_BYTES
-    assert max(taken) == limit
 
 
 @pytest.mark.parametrize("unknown", [{"used_between": {}}, {"block_ends": frozenset()}])
