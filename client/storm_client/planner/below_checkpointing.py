@@ -31,7 +31,7 @@ LOSS_COPIES: Final = 7
 """Memory of a loss for half-precision logits, as a multiple of their bytes. In single precision the
 logits, their softmax and its gradient take two each; the gradient of the logits takes one."""
 
-STARTS: Final = tuple(part / 9 for part in range(1, 9))
+STARTS: Final = tuple(part / 13 for part in range(1, 13))
 """Shares of the checkpointed peak from whose best choices the search begins, too: what fits depends
 on the moment, so that each leads to another result."""
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.below_checkpointing import (
+    STARTS,
     choose_below_checkpointing,
     is_below_checkpointing,
     room_below_checkpointing,
@@ -138,8 +139,8 @@ def test_what_is_chosen_takes_no_longer_than_any_budget_that_fits(
     problem = replace(step(10, wide=wide, weights=40), forward_seconds=forward_seconds)
     most, found = checkpointed(problem), choose_below_checkpointing(problem, CUDA)
     solver = Solver(problem, CUDA)
-    for share in range(1, 9):
-        other = solver.choose(most.peak_bytes * share // 9)
+    for share in STARTS:
+        other = solver.choose(int(share * most.peak_bytes))
         assert found.seconds <= other.seconds or not is_below_checkpointing(problem, other)
 
 
