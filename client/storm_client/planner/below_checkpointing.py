@@ -31,12 +31,12 @@ LOSS_COPIES: Final = 7
 """Memory of a loss for half-precision logits, as a multiple of their bytes. In single precision the
 logits, their softmax and its gradient take two each; the gradient of the logits takes one."""
 
-STARTS: Final = tuple(part / 13 for part in range(1, 13))
-"""Shares of the checkpointed peak from whose best choices the search begins, too: what fits depends
-on the moment, so that each leads to another result."""
+STARTS: Final = 12
+"""The most shares of the checkpointed peak from whose best choices the search begins, too. What
+fits depends on the moment, so each leads to another result."""
 
-MANY: Final = 1000
-"""Values of a step from which on this would take too long."""
+EFFORT: Final = 6000
+"""The most values to choose for, from all shares together: a block waits for its plan."""
 
 
 def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
@@ -66,8 +66,9 @@ def _others(solver: Solver, problem: Problem, most: Timeline) -> Iterator[Choice
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         yield _keeping_what_fits(solver, problem, begun, most)
     known: list[list[Decision]] = []
-    for share in STARTS if len(problem.values) <= MANY else ():
-        begun = solver.choose(int(share * most.peak_bytes))
+    parts = min(STARTS, EFFORT // len(problem.values)) + 1
+    for part in range(1, parts):
+        begun = solver.choose(most.peak_bytes * part // parts)
         if begun.decisions not in known:
             known.append(begun.decisions)
             yield _keeping_what_fits(solver, problem, begun, most)

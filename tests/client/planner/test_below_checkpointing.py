@@ -139,8 +139,8 @@ def test_what_is_chosen_takes_no_longer_than_any_budget_that_fits(
     problem = replace(step(10, wide=wide, weights=40), forward_seconds=forward_seconds)
     most, found = checkpointed(problem), choose_below_checkpointing(problem, CUDA)
     solver = Solver(problem, CUDA)
-    for share in STARTS:
-        other = solver.choose(int(share * most.peak_bytes))
+    for part in range(1, STARTS + 1):
+        other = solver.choose(most.peak_bytes * part // (STARTS + 1))
         assert found.seconds <= other.seconds or not is_below_checkpointing(problem, other)
 
 
