@@ -77,7 +77,7 @@ class Policy:
         self._owned: dict[int, _Owner] = {}
         """By storage address: the place of one of the modules' tensors in that storage."""
         self._is_sharded = False
-        """Whether a parameter is a DTensor: then blocks compute with others, gathered for them."""
+        """Whether one of them is a DTensor: blocks may compute with others, gathered for them."""
         self._native: _follow.ModelStorages | None = None
         """The same table for compiled code."""
         self._may_be_stale = True
@@ -104,7 +104,7 @@ class Policy:
         if self._looks % LOOK_EVERY and all(map(self._is_known, self._owned)):
             return  # nothing has moved; new ones are kept anyway, since somebody else holds them
         owned: dict[int, _Owner] = {}
-        self._is_sharded = False
+        is_sharded = False
         for part in modules_inside(self.modules):
             reference = weakref.ref(part)
             for kind in _TABLES:
@@ -112,9 +112,10 @@ class Policy:
                     owner = _Owner(reference, kind, name)
                     tensor = owner.tensor()
                     if tensor is not None:
-                        self._is_sharded |= type(getattr(part, kind)[name]) not in _PLAIN
+                        is_sharded |= type(getattr(part, kind)[name]) not in _PLAIN
                         owned[tensor.untyped_storage()._cdata] = owner
-        self._owned, self._native, self._hooks_without = owned, None, None
+        self._owned, self._is_sharded = owned, is_sharded
+        self._native = self._hooks_without = None
 
     def owned(self, follow: Native) -> _follow.ModelStorages:
         """Return the modules' storages at the last look-up, for compiled code."""
