@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from operator import attrgetter, sub
+from operator import sub
 from typing import Final
 
 from storm_client.planner.decisions import Decision, Keep, Offload
@@ -53,18 +53,17 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     if not _is_known(problem):
         return best
     most = checkpointed(problem)
-    best = _keeping_what_fits(solver, problem, best, most)
-    found = [one for one in _others(solver, problem, most) if min(_room(problem, one, most)) >= 0]
-    if min(_room(problem, best, most)) >= 0 or not found:
-        found.append(best)
-    return min(found, key=attrgetter("seconds"))
-
-
-def _others(solver: Solver, problem: Problem, most: Timeline) -> Iterator[Choice]:
-    """Yield what the further starting points lead to."""
+    found = [_keeping_what_fits(solver, problem, best, most)]
     begun = solver.choose(0, kept=kept_by_checkpointing(problem))
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
-        yield _keeping_what_fits(solver, problem, begun, most)
+        found.append(_keeping_what_fits(solver, problem, begun, most))
+    others = _from_shares(solver, problem, most)
+    found += (one for one in others if min(_room(problem, one, most)) >= 0)
+    return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
+
+
+def _from_shares(solver: Solver, problem: Problem, most: Timeline) -> Iterator[Choice]:
+    """Yield what the best choices for shares of the checkpointed peak lead to."""
     known: list[list[Decision]] = []
     parts = min(STARTS, EFFORT // len(problem.values)) + 1
     for part in range(1, parts):
