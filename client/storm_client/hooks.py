@@ -88,17 +88,9 @@ class StepHooks:
         counts = self._native_counts(follow)
         self._min_bytes = planning.min_bytes(policy.min_bytes)
         """Smallest tensor, in bytes, that is not kept as small."""
-        self._planned = planning.begin(
-            self._min_bytes,
-            SaveHooks(
-                self._pack_input,
-                self._unpacking.restore_input,
-                self._unpacking.inputs,
-                policy.is_at_rest,
-            ),
-            counts=counts,
-            follow=follow,
-        )
+        restore, inputs = self._unpacking.restore_input, self._unpacking.inputs
+        hooks = SaveHooks(self._pack_input, restore, inputs, policy.is_at_rest)
+        self._planned = planning.begin(self._min_bytes, hooks, counts=counts, follow=follow)
         self._results = Results(
             self._planned,
             self._step,

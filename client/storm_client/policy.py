@@ -125,7 +125,7 @@ class Policy:
             found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
             for owner in self._owned.values():
                 if (tensor := owner.tensor()) is not None:
-                    found[not self._is_at_rest(owner, tensor)].append(tensor)
+                    found[not self._is_at_rest(owner)].append(tensor)
             self._native = follow.ModelStorages(*found)
         return self._native
 
@@ -136,11 +136,11 @@ class Policy:
         """
         address = tensor.untyped_storage()._cdata
         owner = self._owned.get(address)
-        found = owner.tensor() if owner is not None and self._is_known(address) else None
-        return owner is not None and found is not None and self._is_at_rest(owner, found)
+        return owner is not None and self._is_known(address) and self._is_at_rest(owner)
 
-    def _is_at_rest(self, owner: _Owner, tensor: torch.Tensor) -> bool:
-        if self._is_sharded or owner.table != "_parameters":
+    def _is_at_rest(self, owner: _Owner) -> bool:
+        tensor = owner.tensor()
+        if tensor is None or self._is_sharded or owner.table != "_parameters":
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() == tensor.nbytes and not _is_foreign(storage)

@@ -18,7 +18,7 @@ class ModelStorages {
   bool is_at_rest(const c10::StorageImpl* storage) const;
 
  private:
-  // The weak references keep the addresses from being reused. There are none to the tensors, since
+  // The weak reference keeps the address from being reused. There is none to the tensor, since
   // PyTorch refuses to swap tensors that have weak references.
   struct Known {
     WeakStorage storage;

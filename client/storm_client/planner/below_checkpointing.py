@@ -8,8 +8,8 @@ already. Bytes in flight use a part of these free bytes, here called room.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from operator import sub
+from itertools import accumulate, chain
+from operator import attrgetter, sub
 from typing import Final
 
 from storm_client.planner.decisions import Decision, Keep, Offload
@@ -57,9 +57,9 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     begun = solver.choose(0, kept=kept_by_checkpointing(problem))
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         found.append(_keeping_what_fits(solver, problem, begun, most))
-    others = _from_shares(solver, problem, most)
-    found += (one for one in others if min(_room(problem, one, most)) >= 0)
-    return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
+    every = chain(found, _from_shares(solver, problem, most))
+    fitting = [one for one in every if min(_room(problem, one, most)) >= 0]
+    return min(fitting or found, key=attrgetter("seconds"))
 
 
 def _from_shares(solver: Solver, problem: Problem, most: Timeline) -> Iterator[Choice]:
